@@ -1,0 +1,190 @@
+"""The hot rows' records in RAM, and where every other row is. Knows no disk and no optimizer.
+
+`where` has one integer per row: 0, the row is in the table; s + 1, in slot s of the cache;
+-(p + 1), at position p of the logs. Each slot keeps its row's `home`, which is what `where` becomes
+when the row leaves: 0 or -(p + 1).
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+# Beside its record a slot has: row (8 bytes), home (8), used (4), free (4), dirty (1).
+SLOT_BYTES = 25
+_SAMPLE = 4096
+_EVICTED_SHARE = 8
+_INT32_POSITIONS = 2**31 - 1
+# The part of the memory a process may use that a cache takes by default.
+_AUTO_SHARE = 4
+
+
+def automatic_bytes(table_bytes: int) -> int:
+    """The default size of a cache: a quarter of the memory that this process may use.
+
+    Never more than the table takes.
+    """
+    return min(usable_memory() // _AUTO_SHARE, table_bytes)
+
+
+def usable_memory() -> int:
+    """Bytes of memory that this process may use: the machine's, or its cgroups' limit."""
+    limits = [_machine_memory()]
+    for line in _lines(Path("/proc/self/cgroup")):
+        _, controllers, group = line.split(":", 2)
+        if controllers == "":
+            limits += _limits(Path("/sys/fs/cgroup"), group, "memory.max")
+        elif "memory" in controllers.split(","):
+            limits += _limits(Path("/sys/fs/cgroup/memory"), group, "memory.limit_in_bytes")
+    return min(limits)
+
+
+def _machine_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _limits(root: Path, group: str, name: str) -> list[int]:
+    """The limits of a cgroup and of those above it."""
+    folder = root / group.lstrip("/")
+    found = []
+    for path in (folder, *folder.parents):
+        if not path.is_relative_to(root):
+            break
+        found += [int(line) for line in _lines(path / name) if line.isdigit()]
+    return found
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
+
+
+class RowCache:
+    """Slots for records, and the map from rows to places.
+
+    Args:
+        num_rows: rows of the table.
+        slots: records that the cache can hold.
+        width: columns of a record.
+        dtype: element type.
+        positions: positions that the logs have together.
+
+    Attributes:
+        records: ``(slots, W)``; memory is taken as slots are first used.
+        where: ``(num_rows,)``, see the module.
+    """
+
+    def __init__(
+        self, num_rows: int, slots: int, width: int, dtype: torch.dtype, positions: int
+    ) -> None:
+        index = torch.int32 if max(positions, slots) < _INT32_POSITIONS else torch.int64
+        self.slots = slots
+        self.records = torch.empty(slots, width, dtype=dtype)
+        self.where = torch.zeros(num_rows, dtype=index)
+        self.row = torch.zeros(slots, dtype=torch.int64)
+        self.home = torch.zeros(slots, dtype=index)
+        self.dirty = torch.zeros(slots, dtype=torch.bool)
+        self._used = torch.zeros(slots, dtype=torch.int32)
+        self._free = torch.arange(slots - 1, -1, -1, dtype=torch.int32)
+        self._num_free = slots
+        self._tick = 0
+        # Choices of victims must not disturb the user's random numbers.
+        self._generator = torch.Generator()
+        self._generator.manual_seed(0)
+
+    @property
+    def num_free(self) -> int:
+        return self._num_free
+
+    def find(self, rows: torch.Tensor) -> torch.Tensor:
+        """Where each of ``(n,) int64`` rows is."""
+        return self.where.index_select(0, rows)
+
+    def begin_batch(self, slots: torch.Tensor) -> None:
+        """Start a batch that uses these slots already: they are no victims."""
+        self._tick += 1
+        self._used[slots] = self._tick
+
+    def victims(self, count: int) -> torch.Tensor:
+        """Choose at least ``count`` slots that the batch does not use, longest unused first.
+
+        Returns:
+            ``(n,) int64`` slots in the order of their rows: an eighth of the cache, as far as there
+            are that many.
+
+        The age from which slots go is estimated from a sample: exact would be a sort of the cache.
+        """
+        candidates = (self.occupied() & (self._used < self._tick)).nonzero().squeeze(1)
+        wanted = min(max(count, self.slots // _EVICTED_SHARE), len(candidates))
+        ages = self._used.index_select(0, candidates)
+        if len(candidates) > wanted:
+            drawn = torch.randint(len(ages), (min(_SAMPLE, len(ages)),), generator=self._generator)
+            sample = ages.index_select(0, drawn).sort().values
+            limit = sample[min(len(sample) - 1, len(sample) * wanted // len(ages))]
+            old = (ages <= limit).nonzero().squeeze(1)
+            if len(old) < count:
+                old = ages.argsort(stable=True)
+            candidates = candidates.index_select(0, old[:wanted])
+        return candidates.index_select(0, self.row.index_select(0, candidates).argsort())
+
+    def occupied(self) -> torch.Tensor:
+        """Which slots hold a row: ``(slots,) bool``."""
+        known = torch.ones(self.slots, dtype=torch.bool)
+        known[self._free[: self._num_free].to(torch.int64)] = False
+        return known
+
+    def release(self, slots: torch.Tensor) -> None:
+        """Let the rows of these slots go to their homes; the slots are free then."""
+        self.where[self.row.index_select(0, slots)] = self.home.index_select(0, slots)
+        self._set_free(slots)
+
+    def rehome(self, rows: torch.Tensor, position: int) -> None:
+        """The newest records of these rows, in this order, are in the logs from ``position`` on.
+
+        Those that are in the cache leave it.
+        """
+        places = self.find(rows)
+        self._set_free(places[places > 0].to(torch.int64) - 1)
+        self.where[rows] = self._homes(position, len(rows))
+
+    def _set_free(self, slots: torch.Tensor) -> None:
+        self.dirty[slots] = False
+        self._free[self._num_free : self._num_free + len(slots)] = slots.to(torch.int32)
+        self._num_free += len(slots)
+
+    def _homes(self, position: int, count: int) -> torch.Tensor:
+        return -torch.arange(position + 1, position + 1 + count, dtype=self.where.dtype)
+
+    def free_slots(self, count: int) -> torch.Tensor:
+        """``(count,) int64`` free slots; they stay free until `insert`."""
+        return self._free[self._num_free - count : self._num_free].to(torch.int64)
+
+    def insert(self, slots: torch.Tensor, rows: torch.Tensor, homes: torch.Tensor) -> None:
+        """Give the slots that `free_slots` named to these rows, whose records are there now."""
+        self.row[slots] = rows
+        self.home[slots] = homes
+        self._used[slots] = self._tick
+        self.where[rows] = (slots + 1).to(self.where.dtype)
+        self._num_free -= len(slots)
+
+    def dirty_slots(self) -> torch.Tensor:
+        """Slots whose records are newer than any stored one, in the order of their rows."""
+        slots = self.dirty.nonzero().squeeze(1)
+        return slots.index_select(0, self.row.index_select(0, slots).argsort())
+
+    def stored(self, slots: torch.Tensor, position: int) -> None:
+        """The records of these slots, in this order, are in the logs from ``position`` on."""
+        self.home[slots] = self._homes(position, len(slots))
+        self.dirty[slots] = False
+
+    def moved(self, rows: slice, low: int, high: int) -> None:
+        """Rows whose newest stored record is at positions ``low`` to ``high`` are in the table."""
+        where = self.where[rows]
+        where[(where < -low) & (where >= -high)] = 0
+        slots = where[where > 0].to(torch.int64) - 1
+        homes = self.home.index_select(0, slots)
+        self.home[slots[(homes < -low) & (homes >= -high)]] = 0

@@ -1,0 +1,77 @@
+"""The command line `ooc-embed`. Knows which module does what; does none of it."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import bench, demo, report
+from ._version import __version__
+from .embedding import DiskEmbedding
+from .errors import StoreError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command.
+
+    Returns:
+        Its exit status: 0, or 1 where `verify` found problems, 2 after an error that stderr names.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except (StoreError, OSError) as error:
+        print(f"ooc-embed {args.command}: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ooc-embed", description="Embedding tables larger than memory, in a store on disk."
+    )
+    parser.add_argument("--version", action="version", version=f"ooc-embed {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    demonstration = commands.add_parser("demo", help="train on WordNet with the entities on disk")
+    demo.add_arguments(demonstration)
+    demonstration.set_defaults(run=demo.main)
+
+    for name, run, text in (
+        ("info", _info, "describe a store"),
+        ("verify", _verify, "check all of a store, and exit with 1 if there is a problem"),
+        ("flush", _flush, "bring every row of a store into its zarr array"),
+    ):
+        command = commands.add_parser(name, help=text)
+        command.add_argument("path", type=Path, help="folder of the store")
+        command.set_defaults(run=run)
+
+    measure = commands.add_parser("bench", help="measure this machine")
+    bench.add_arguments(measure)
+    measure.set_defaults(run=bench.main)
+    return parser
+
+
+def _info(args: argparse.Namespace) -> int:
+    print(report.describe(args.path))
+    return 0
+
+
+def _verify(args: argparse.Namespace) -> int:
+    problems = report.verify(args.path)
+    for problem in problems:
+        print(problem)
+    if not problems:
+        print(f"{args.path}: ok")
+    return 1 if problems else 0
+
+
+def _flush(args: argparse.Namespace) -> int:
+    with DiskEmbedding.open(args.path) as embedding:
+        embedding.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,139 @@
+"""From the constructor's arguments to a new store. Knows which values make sense, not torch.nn.
+
+All checks come before the first write.
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import bulk, initializers, rules
+from ._version import __version__
+from .log import LogState
+from .manifest import VERSION_FIELD, Commit, Layout, Manifest
+from .optimizer import TableOptimizer
+from .store import Store
+from .table import Table, field_spans
+
+
+def create_table(
+    path: Path,
+    shape: tuple[int, int],
+    *,
+    padding_idx: int | None,
+    rule: rules.Rule,
+    init: Any,
+    seed: int,
+    dtype: torch.dtype,
+    module: dict[str, Any],
+    cache_bytes: int | str,
+    chunk_rows: int | None,
+    overwrite: bool,
+) -> Table:
+    """Create a store and open it; the arguments are those of `DiskEmbedding`.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; nothing is written.
+        FileExistsError: ``path`` exists.
+        OSError: the disk is full, or failed.
+    """
+    _check_sizes(*shape, chunk_rows)
+    check_cache(cache_bytes)
+    num_embeddings, embedding_dim = shape
+    source = init if hasattr(init, "shape") else None
+    if source is not None:
+        bulk.check_source(source, shape)
+    start = initializers.Zeros() if source is not None else initializers.from_name(init)
+    fields = {"weight": embedding_dim, **rule.fields(embedding_dim), VERSION_FIELD: 1}
+    manifest = Manifest(
+        table_id=str(uuid.uuid4()),
+        num_embeddings=num_embeddings,
+        embedding_dim=embedding_dim,
+        padding_idx=_padding(padding_idx, num_embeddings),
+        dtype=_dtype_name(dtype),
+        fields=fields,
+        rule=rules.to_json(rule),
+        init=initializers.to_json(start),
+        seed=_seed(seed),
+        module=module,
+        commit=Commit(
+            number=0,
+            step=0,
+            rows_written=0 if source is None else num_embeddings,
+            param_groups=TableOptimizer(rule, embedding_dim, None).kept_param_groups(),
+            logs=(LogState(0),),
+            created=time.time(),
+            library=__version__,
+        ),
+    )
+
+    def rows(layout: Layout) -> Iterable[np.ndarray]:
+        spans = field_spans(fields)
+        return bulk.chunks(source, layout, spans["weight"], spans[VERSION_FIELD])
+
+    store = Store.create(
+        path, manifest, chunk_rows, None if source is None else rows, overwrite=overwrite
+    )
+    try:
+        return Table(store, cache_bytes)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _check_sizes(num_embeddings: int, embedding_dim: int, chunk_rows: int | None) -> None:
+    sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
+    if chunk_rows is not None:
+        sizes["chunk_rows"] = chunk_rows
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
+            raise TypeError(f"{name} must be an integer, got {type(size).__name__}")
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
+    if chunk_rows is not None and chunk_rows % 1024:
+        raise ValueError(f"chunk_rows must be a multiple of 1024, got {chunk_rows}")
+
+
+def check_cache(cache_bytes: int | str) -> None:
+    if cache_bytes == "auto":
+        return
+    if isinstance(cache_bytes, (bool, str)) or not isinstance(cache_bytes, (int, np.integer)):
+        raise TypeError(f"cache_bytes must be an integer or 'auto', got {cache_bytes!r}")
+    if cache_bytes < 1:
+        raise ValueError(f"cache_bytes must be at least 1, got {cache_bytes}")
+
+
+def _padding(padding_idx: int | None, num_embeddings: int) -> int | None:
+    if padding_idx is None:
+        return None
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        raise ValueError(
+            f"padding_idx must be within num_embeddings: got {padding_idx} for {num_embeddings}"
+        )
+    return padding_idx % num_embeddings
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    if dtype in (torch.float16, torch.bfloat16):
+        raise ValueError(
+            f"dtype {dtype} is refused: with 16 bits eps=1e-8 is 0 and a second moment overflows, "
+            f"which turns rows into NaN. Use float32; model.half() casts the output"
+        )
+    if dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+    return str(dtype).removeprefix("torch.")
+
+
+def _seed(seed: int) -> int:
+    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
+        raise TypeError(f"seed must be an integer, got {type(seed).__name__}")
+    if not -(2**63) <= seed < 2**63:
+        raise ValueError(f"seed must fit into 64 bits, got {seed}")
+    return int(seed)

@@ -1,0 +1,305 @@
+"""Every write, sync, rename, unlink and lock of a store. Knows files and bytes, not rows or torch.
+
+A name is durable only after its folder was synced, and a file only through a descriptor that was
+open when it was written: a writeback error is reported to those. Disk-full errors name the bytes
+that were needed and those that are free.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import mmap
+import os
+import shutil
+import socket
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from .errors import LockedError
+
+PAGE = 4096
+TEMPORARY = ".tmp"
+_FALLBACK_BLOCK = 1 << 20
+
+
+def page_aligned(nbytes: int) -> np.ndarray:
+    """A zeroed ``(nbytes,) uint8`` buffer that starts on a page, as O_DIRECT wants it."""
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, PAGE)), dtype=np.uint8)[:nbytes]
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that an ordinary user can still write on the disk of ``path`` (or of its parent)."""
+    while not path.exists():
+        path = path.parent
+    return shutil.disk_usage(path).free
+
+
+@contextmanager
+def needs(path: Path, nbytes: int) -> Iterator[None]:
+    """Turn a full disk into an ``OSError`` that names ``nbytes`` and the bytes that are free."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        text = (
+            f"{os.strerror(error.errno)}: writing needs {nbytes:,} bytes, "
+            f"{free_bytes(path):,} bytes are free. Nothing that was committed is lost; make room "
+            f"and call again"
+        )
+        raise OSError(error.errno, text, str(path)) from error
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a folder durable."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_tree(path: Path) -> None:
+    """Sync every file and folder below ``path``, then the folder that holds it."""
+    for folder, _, names in os.walk(path, topdown=False):
+        for name in names:
+            fd = os.open(Path(folder, name), os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        sync_directory(Path(folder))
+    sync_directory(path.parent)
+
+
+def replace(path: Path, data: bytes, temporary: Path) -> None:
+    """Put ``data`` in the place of ``path`` in one instant: write aside, sync, rename.
+
+    The caller syncs the folder.
+    """
+    try:
+        with needs(path, len(data)), temporary.open("wb", buffering=0) as file:
+            _write_all(file.fileno(), memoryview(data), 0)
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    except BaseException:
+        remove(temporary)
+        raise
+
+
+def make_directory(path: Path) -> None:
+    """Create a folder whose parents exist or are created too; an existing one is kept."""
+    path.mkdir(parents=True, exist_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Unlink a file; one that is gone already is fine."""
+    path.unlink(missing_ok=True)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a folder and all below it."""
+    shutil.rmtree(path, ignore_errors=False)
+
+
+def remove_temporaries(folder: Path) -> None:
+    """Unlink the temporary files that a killed writer left in ``folder``."""
+    for path in folder.glob(f"*{TEMPORARY}"):
+        remove(path)
+
+
+def temporary_for(path: Path) -> Path:
+    """Where a file is written before it is renamed to ``path``: the same folder."""
+    return path.with_name(path.name + TEMPORARY)
+
+
+def write_file(path: Path, buffer: np.ndarray) -> None:
+    """Write a whole immutable file aside, sync it and rename it to ``path``.
+
+    ``buffer`` is ``(n,) uint8`` from `page_aligned`. The caller syncs the folder.
+    """
+    temporary = temporary_for(path)
+    remove(temporary)
+    try:
+        with needs(path, buffer.nbytes):
+            file = AppendFile(temporary, buffer.nbytes, create=True)
+            try:
+                file.write(0, buffer, direct=True)
+                file.sync()
+            finally:
+                file.close()
+        os.rename(temporary, path)
+    except BaseException:
+        remove(temporary)
+        raise
+
+
+def allocate(path: Path, nbytes: int) -> None:
+    """Create a file whose space is reserved, under a temporary name first.
+
+    A full disk shows here, as an ``OSError``, before anything is written to the file.
+    """
+    temporary = temporary_for(path)
+    try:
+        with needs(path, nbytes):
+            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+            try:
+                _reserve(fd, nbytes)
+            finally:
+                os.close(fd)
+        os.rename(temporary, path)
+    except BaseException:
+        remove(temporary)
+        raise
+
+
+class AppendFile:
+    """A file of fixed size that is written front to back, buffered or past the page cache.
+
+    Args:
+        path: the file; with ``create`` it must not exist, without it must have been `allocate`-d.
+        nbytes: its size.
+
+    Attributes:
+        direct: whether O_DIRECT works here; where the file system refuses it, writes are buffered.
+    """
+
+    def __init__(self, path: Path, nbytes: int, *, create: bool = False) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o644)
+        self._direct_fd = -1
+        try:
+            if create:
+                _reserve(self._fd, nbytes)
+            if hasattr(os, "O_DIRECT"):
+                self._direct_fd = os.open(path, os.O_WRONLY | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                self.close()
+                raise
+
+    @property
+    def direct(self) -> bool:
+        return self._direct_fd >= 0
+
+    def write(self, offset: int, data: np.ndarray, *, direct: bool = False) -> None:
+        """Write ``data`` (contiguous) at ``offset``; for ``direct`` both are whole pages."""
+        view = data.data.cast("B")
+        if direct and self._direct_fd >= 0:
+            try:
+                _write_all(self._direct_fd, view, offset)
+                return
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                os.close(self._direct_fd)
+                self._direct_fd = -1
+        _write_all(self._fd, view, offset)
+
+    def sync(self) -> None:
+        """Make all that was written durable."""
+        getattr(os, "fdatasync", os.fsync)(self._fd)
+
+    def close(self) -> None:
+        for fd in (self._fd, self._direct_fd):
+            if fd >= 0:
+                os.close(fd)
+        self._fd = self._direct_fd = -1
+
+
+def _reserve(fd: int, nbytes: int) -> None:
+    """Reserve disk space, by writing zeros where the system has no posix_fallocate."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(fd, 0, nbytes)
+        return
+    zeros = memoryview(bytes(_FALLBACK_BLOCK))
+    for offset in range(0, nbytes, _FALLBACK_BLOCK):
+        _write_all(fd, zeros[: min(_FALLBACK_BLOCK, nbytes - offset)], offset)
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
+
+
+class DirectoryLock:
+    """The exclusive lock of a store's writer: an flock on the directory's own descriptor.
+
+    The kernel drops it when the process dies, so it is never stale. ``holder`` (a small JSON file
+    inside an array's folder) only serves the error message. A forked child closes its copy of the
+    descriptor, or a DataLoader worker would keep the lock of a killed trainer.
+
+    Raises:
+        LockedError: another writer has it.
+    """
+
+    def __init__(self, path: Path, holder: Path) -> None:
+        self._holder = holder
+        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._fd)
+            raise LockedError(f"{path} is open for writing by {_holder_text(holder)}") from None
+        _locks.add(self)
+
+    def name_holder(self) -> None:
+        """Write who holds the lock."""
+        facts = {"pid": os.getpid(), "host": socket.gethostname()}
+        self._holder.write_text(json.dumps(facts))
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            remove(self._holder)
+            self.close()
+
+    def close(self) -> None:
+        """Close the descriptor only: what a forked child does."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def lock_holder(path: Path, holder: Path) -> str | None:
+    """Who has the store at ``path`` open for writing, in words; None when nobody has."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        # A shared attempt, dropped at once: it fails only while a writer is there.
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _holder_text(holder)
+    finally:
+        os.close(fd)
+    return None
+
+
+def _holder_text(holder: Path) -> str:
+    try:
+        facts = json.loads(holder.read_text())
+        pid, host = int(facts["pid"]), str(facts["host"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return "another process"
+    if pid == os.getpid() and host == socket.gethostname():
+        return (
+            f"this same process (pid {pid}): a notebook cell run twice? "
+            f"Use the object that is there, or close() it first"
+        )
+    return f"process {pid} on {host}. Wait for it, stop it, or open a reader with mode='r'"
+
+
+_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _close_locks_in_child() -> None:
+    for lock in list(_locks):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_close_locks_in_child)

@@ -1,0 +1,395 @@
+"""DiskEmbedding: torch at one end, a Table at the other. Knows no file and no slot."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from . import creation, passes, rules
+from .errors import StoreError
+from .manifest import VERSION_FIELD
+from .optimizer import TableOptimizer
+from .table import Table
+from .views import RowView, check_range
+
+
+class DiskEmbedding(nn.Module):
+    """An embedding table on disk that takes the place of ``torch.nn.Embedding``.
+
+    ``forward`` fetches the rows of the batch, and ``loss.backward()`` runs the optimizer on them:
+    the table takes one step for each backward, over all its lookups in that pass. Rows in frequent
+    use stay in a cache in RAM. What was committed (`commit`, `flush`, `close`, ``state_dict``)
+    survives a kill or a power cut at any moment.
+
+    The constructor creates the store at ``path``; `open` goes on with one.
+
+    Args:
+        num_embeddings: rows of the table.
+        embedding_dim: columns of a weight.
+        padding_idx: a row that is not trained, and is zero at the start. Negative counts from the
+            end.
+        max_norm: rows that are looked up and have a larger norm are scaled down to it, in the
+            table, also under ``no_grad`` and ``eval``, as torch does.
+        norm_type: p of that norm.
+        scale_grad_by_freq: divide a row's gradient by how often the row is in the lookup.
+        sparse: accepted for compatibility; only rows that were looked up move either way.
+        path: the folder of the store, a zarr group.
+        optimizer: the rule of the step, with its hyper-parameters.
+        init: ``"normal"`` (N(0, 1), as nn.Embedding), ``"uniform"``, ``"zeros"``, or `Normal`,
+            `Uniform`, `Zeros` with parameters; rows then cost nothing until they are trained. Or a
+            tensor or array of the full shape, which is streamed in.
+        seed: of the initial rows.
+        cache_bytes: memory for hot rows; ``"auto"`` is a quarter of what this process may use.
+        dtype: ``torch.float32`` or ``torch.float64``.
+        overwrite: replace a store that is at ``path``.
+        chunk_rows: rows in a file of the store, a multiple of 1024; None chooses about 32 MiB.
+
+    Attributes:
+        weight: the rows, a `RowView` of shape (num_embeddings, embedding_dim).
+        state: the optimizer's fields, name to `RowView`.
+        version: how often each row was written, a `RowView` of shape (num_embeddings,).
+        optimizer: a ``torch.optim.Optimizer`` with live ``param_groups``, for schedulers.
+        step: optimizer steps taken.
+
+    Shape:
+        - Input: ``(*)`` int32 or int64 ids, on any device.
+        - Output: ``(*, embedding_dim)``, on the ids' device. ``model.half()`` and ``.to(dtype)``
+          cast the output, never the table.
+
+    Raises:
+        ValueError, TypeError: an argument is wrong; nothing is written.
+        FileExistsError: ``path`` exists.
+        OSError: the disk is full, or failed.
+
+    Examples::
+
+        >>> import tempfile, torch, ooc_embed
+        >>> folder = tempfile.TemporaryDirectory()
+        >>> emb = ooc_embed.DiskEmbedding(1000, 4, path=f"{folder.name}/emb.zarr", init="zeros")
+        >>> emb(torch.tensor([[1, 2], [2, 3]])).sum().backward()
+        >>> emb.weight[2]
+        tensor([-0.0010, -0.0010, -0.0010, -0.0010])
+        >>> emb.step
+        1
+        >>> emb.close()
+        >>> folder.cleanup()
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = True,
+        *,
+        path: str | Path,
+        optimizer: rules.Rule | None = None,
+        init: Any = "normal",
+        seed: int = 0,
+        cache_bytes: int | str = "auto",
+        dtype: torch.dtype = torch.float32,
+        overwrite: bool = False,
+        chunk_rows: int | None = None,
+    ) -> None:
+        rule = rules.SparseAdam() if optimizer is None else optimizer
+        table = creation.create_table(
+            Path(path),
+            (num_embeddings, embedding_dim),
+            padding_idx=padding_idx,
+            rule=rule,
+            init=init,
+            seed=seed,
+            dtype=dtype,
+            module={
+                "max_norm": None if max_norm is None else float(max_norm),
+                "norm_type": float(norm_type),
+                "scale_grad_by_freq": bool(scale_grad_by_freq),
+            },
+            cache_bytes=cache_bytes,
+            chunk_rows=chunk_rows,
+            overwrite=overwrite,
+        )
+        self._adopt(table)
+
+    @classmethod
+    def open(cls, path: str | Path, mode: str = "r+", *, cache_bytes: int | str = "auto") -> Self:
+        """Go on with the store at ``path``: same step, moments and hyper-parameters.
+
+        Args:
+            path: the folder of a store.
+            mode: ``"r+"`` trains, one writer at a time. ``"r"`` reads exactly the commit that is
+                the newest now, for as long as it is open, beside a writer or not.
+            cache_bytes: memory for hot rows of a writer.
+
+        Raises:
+            FileNotFoundError: there is nothing.
+            FormatError: there is something else.
+            CorruptStoreError: a file is missing, short, or fails its checksum.
+            LockedError: another writer has it open.
+        """
+        creation.check_cache(cache_bytes)
+        self = cls.__new__(cls)
+        self._adopt(Table.open(Path(path), mode, cache_bytes))
+        return self
+
+    def _adopt(self, table: Table) -> None:
+        super().__init__()
+        manifest = table.manifest
+        self._table = table
+        self.num_embeddings = manifest.num_embeddings
+        self.embedding_dim = manifest.embedding_dim
+        self.padding_idx = manifest.padding_idx
+        self.max_norm: float | None = manifest.module["max_norm"]
+        self.norm_type: float = manifest.module["norm_type"]
+        self.scale_grad_by_freq: bool = manifest.module["scale_grad_by_freq"]
+        self.sparse = True
+        self.optimizer = TableOptimizer(
+            table.rule, self.embedding_dim, manifest.commit.param_groups
+        )
+        self.anchor = nn.Parameter(torch.empty(0, dtype=table.dtype), table.store.writable)
+        table_of = weakref.ref(table)
+        self.anchor.register_post_accumulate_grad_hook(lambda anchor: _arm(table_of()))
+        self._finalizer = weakref.finalize(self, _close, table, self.optimizer)
+
+    # Looking up
+
+    @passes.uncompiled
+    def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - nn.Embedding's name
+        """Look rows up.
+
+        Args:
+            input: ``(*)`` int32 or int64 ids.
+
+        Returns:
+            ``(*, embedding_dim)``.
+
+        Raises:
+            TypeError: no tensor, or of another dtype.
+            IndexError: an id below 0 or not below ``num_embeddings``.
+        """
+        ids = _ids(input)
+        check_range(ids, self.num_embeddings)
+        # Evaluation must not write, and bringing rows into the cache can push others to disk.
+        learning = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
+        with torch.no_grad():
+            unique, inverse, order, starts = passes.sort_rows(ids)
+            if self.max_norm is not None:
+                self._table.renormalize(unique, self.max_norm, self.norm_type)
+            weights = self._table.lookup(unique) if learning else self._table.read(unique, "weight")
+        out: torch.Tensor = passes.Lookup.apply(  # type: ignore[no-untyped-call]
+            self.anchor, weights, unique, inverse, order, starts, self._stage
+        )
+        out = out.reshape(*input.shape, self.embedding_dim)
+        return out.to(device=input.device, dtype=self.anchor.dtype)
+
+    def _stage(
+        self, grad: torch.Tensor, unique: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
+    ) -> None:
+        """Give a lookup's gradient, ``(n, D)``, to the running backward pass."""
+        grads = passes.segment_sum(grad.contiguous(), order, starts)
+        if self.scale_grad_by_freq:
+            ends = torch.cat((starts[1:], starts.new_tensor([len(order)])))
+            grads /= (ends - starts).unsqueeze(1)
+        if self.padding_idx is not None:
+            kept = unique != self.padding_idx
+            if not kept.all():
+                unique, grads = unique[kept], grads[kept]
+        passes.stage(self._table, self.optimizer, unique, grads)
+
+    # The table
+
+    @property
+    def weight(self) -> RowView:
+        return RowView(self._table, "weight")
+
+    @property
+    def state(self) -> dict[str, RowView]:
+        names = (name for name in self._table.spans if name not in ("weight", VERSION_FIELD))
+        return {name: RowView(self._table, name) for name in names}
+
+    @property
+    def version(self) -> RowView:
+        return RowView(self._table, VERSION_FIELD)
+
+    @property
+    def step(self) -> int:
+        return self._table.step_count
+
+    @property
+    def path(self) -> Path:
+        return self._table.store.path
+
+    @property
+    def mode(self) -> str:
+        return self._table.mode
+
+    @property
+    def closed(self) -> bool:
+        return self._table.closed
+
+    def commit(self) -> int:
+        """Make all steps and hyper-parameters durable.
+
+        Returns:
+            The number of the commit; that of the last one where nothing has changed since.
+
+        Raises:
+            OSError: the disk is full, or failed. Nothing is lost: call again once there is room.
+            StoreError: the table is closed or read-only.
+        """
+        return self._table.commit(self.optimizer.kept_param_groups())
+
+    def flush(self) -> None:
+        """Commit, and bring every row into the zarr array ``table``, for any zarr reader.
+
+        Raises:
+            OSError, StoreError: as `commit`.
+        """
+        self._table.commit(self.optimizer.kept_param_groups(), flush=True)
+
+    def close(self, flush: bool = False) -> None:
+        """Commit and let go of the store; `open` goes on with it. A second call does nothing.
+
+        Args:
+            flush: bring every row into the zarr array too.
+
+        Raises:
+            OSError: as `commit`; the table stays open, and close can be called again.
+        """
+        self._table.close(self.optimizer.kept_param_groups(), flush=flush)
+        self._finalizer.detach()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # Living in a model
+
+    def extra_repr(self) -> str:
+        text = f"{self.num_embeddings}, {self.embedding_dim}"
+        if self.padding_idx is not None:
+            text += f", padding_idx={self.padding_idx}"
+        if self.max_norm is not None:
+            text += f", max_norm={self.max_norm}"
+        if self.norm_type != 2:
+            text += f", norm_type={self.norm_type}"
+        if self.scale_grad_by_freq:
+            text += f", scale_grad_by_freq={self.scale_grad_by_freq}"
+        group = self.optimizer.kept_param_groups()[0]
+        hyper = ", ".join(f"{key}={value}" for key, value in group.items())
+        text += f", path={str(self.path)!r}, optimizer={self._table.rule.name}({hyper})"
+        return text + ("" if self.mode == "r+" else f", mode={self.mode!r}")
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of a table: which commit belongs to it. A writer commits."""
+        if self.mode == "r+":
+            self.commit()
+        commit = self._table.manifest.commit
+        return {
+            "table_id": self._table.manifest.table_id,
+            "commit": commit.number,
+            "step": commit.step,
+        }
+
+    def set_extra_state(self, state: Any) -> None:
+        """Check that the store is where the checkpoint left it.
+
+        Raises:
+            StoreError: it is another table, or another step of it.
+        """
+        manifest = self._table.manifest
+        if state["table_id"] != manifest.table_id:
+            raise StoreError(
+                f"the checkpoint belongs to table {state['table_id']}, {self.path} is table "
+                f"{manifest.table_id}"
+            )
+        if state["step"] != self.step:
+            raise StoreError(
+                f"the checkpoint was saved at step {state['step']} of the table, {self.path} is at "
+                f"step {self.step}: save a checkpoint with each commit you want to go on from"
+            )
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}_extra_state"] = self.get_extra_state()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = f"{prefix}_extra_state"
+        if key not in state_dict:
+            missing_keys.append(key)
+        else:
+            try:
+                self.set_extra_state(state_dict[key])
+            except StoreError as error:
+                error_msgs.append(str(error))
+        unexpected_keys += [name for name in state_dict if name.startswith(prefix) and name != key]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("weight", "state", "version"):
+            raise AttributeError(
+                f"{name} is on disk and cannot be replaced: write rows with "
+                f"emb.{'weight' if name == 'version' else name}[rows] = values"
+            )
+        super().__setattr__(name, value)
+
+    def __deepcopy__(self, memo: Any) -> Self:
+        raise TypeError(
+            f"a table on disk cannot be deep-copied; open {self.path} with mode='r', or copy the "
+            f"folder after close()"
+        )
+
+    def __reduce__(self) -> Any:
+        """Pickling carries the path: the copy opens read-only, at the newest commit."""
+        return (_open_to_read, (type(self), str(self.path.absolute())))
+
+    def _replicate_for_data_parallel(self) -> Self:
+        raise TypeError(
+            "DataParallel would copy the table to every device: use DistributedDataParallel"
+        )
+
+
+def _open_to_read(kind: type[DiskEmbedding], path: str) -> DiskEmbedding:
+    return kind.open(path, "r")
+
+
+def _arm(table: Table | None) -> None:
+    if table is not None:
+        passes.arm(table)
+
+
+def _close(table: Table, optimizer: TableOptimizer) -> None:
+    table.close(optimizer.kept_param_groups())
+
+
+def _ids(ids: torch.Tensor) -> torch.Tensor:
+    """The ids, flat, int64, on the CPU."""
+    if not isinstance(ids, torch.Tensor):
+        raise TypeError(
+            f"ids must be a tensor, got {type(ids).__name__}: torch.as_tensor(ids) makes one"
+        )
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"ids must be int32 or int64, got {ids.dtype}: use ids.long()")
+    return ids.detach().reshape(-1).to(device="cpu", dtype=torch.int64)

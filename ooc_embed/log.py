@@ -1,0 +1,284 @@
+"""An append-only log of records: positions, runs and checksums. Knows no cache and no manifest.
+
+Records that were evicted or committed wait here, outside the zarr table, until a merge. What lies
+behind the last commit's end is not part of the store: open ignores it and appends write over it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from . import durable
+from .errors import CorruptStoreError
+from .mapped import MappedRows
+
+# Large runs go past the page cache. They begin and end on whole pages, which 1024 records always
+# are; from this length on the positions skipped for it are an eighth of a run at most.
+ALIGNMENT = 1024
+_DIRECT_RUN = 8 * ALIGNMENT
+_BLOCK = 4 * ALIGNMENT
+SKIPPED = -1
+
+
+@dataclass(frozen=True)
+class LogShape:
+    """What the two logs of a store have in common.
+
+    Args:
+        capacity: positions in a log.
+        rows_per_file, records_per_file: positions in a chunk file of either array.
+        width: columns of a record.
+        dtype: element type of a record.
+    """
+
+    capacity: int
+    rows_per_file: int
+    records_per_file: int
+    width: int
+    dtype: np.dtype
+
+
+@dataclass(frozen=True)
+class LogState:
+    """A prefix of a log, as a commit names it: its first ``records`` positions."""
+
+    generation: int
+    records: int = 0
+    rows_crc32: int = 0
+    records_crc32: int = 0
+
+
+# Puts the records `start` to `stop` of a run into `out`, (stop - start, W).
+FillRecords = Callable[[int, int, torch.Tensor], None]
+
+
+class RecordLog:
+    """One log: an array of row ids and an array of their records, in the order of appending.
+
+    Args:
+        folder: the folder with the arrays ``rows`` and ``records``.
+        shape: sizes.
+        state: the prefix that the manifest names.
+    """
+
+    def __init__(self, folder: Path, shape: LogShape, state: LogState) -> None:
+        self.folder = folder
+        self.shape = shape
+        self.state = state
+        self.committed = state
+        self.suspect = False
+        files = self._files(shape.capacity, shape.records_per_file)
+        self._records = MappedRows(files, shape.records_per_file, shape.width, shape.dtype)
+        files = self._files(shape.capacity, shape.rows_per_file)
+        self._rows = MappedRows(files, shape.rows_per_file, 1, np.dtype("<i8"))
+        self._open: dict[str, durable.AppendFile] = {}
+        self._new_names = False
+        for index in range(self._files(state.records, shape.records_per_file)):
+            self._records.map_file(index, self.records_path(index))
+        for index in range(self._files(state.records, shape.rows_per_file)):
+            self._rows.map_file(index, self.rows_path(index))
+
+    @property
+    def base(self) -> int:
+        """Global position of the log's first record: the second log's follow the first's."""
+        return (self.state.generation % 2) * self.shape.capacity
+
+    @property
+    def end(self) -> int:
+        return self.state.records
+
+    def rows_path(self, index: int) -> Path:
+        return self.folder / "rows" / f"c.{index}"
+
+    def records_path(self, index: int) -> Path:
+        return self.folder / "records" / f"c.{index}.0"
+
+    def end_after(self, count: int) -> int:
+        """Where the log would end after a run of ``count`` records."""
+        return self._begin(count) + count
+
+    def gather(self, positions: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copy the records at ``positions``, ``(n,) int64`` of this log, to ``(n, W)``."""
+        return self._records.gather(positions, out)
+
+    def write(self, rows: np.ndarray, fill: FillRecords) -> LogState:
+        """Write a run of rows, sorted and unique, behind the end.
+
+        It is part of the log only once the state that this returns is given to `accept`; its last
+        ``len(rows)`` positions are the run. Until then, and after a failure, the log is as it was.
+
+        Raises:
+            OSError: the disk is full, or failed.
+        """
+        count = len(rows)
+        begin = self._begin(count)
+        direct = count >= _DIRECT_RUN
+        state = self.state
+        listed = np.full(begin - state.records + count, SKIPPED, dtype="<i8")
+        listed[begin - state.records :] = rows
+        self._write("rows", state.records * 8, listed.view(np.uint8), direct=False)
+        rows_crc = zlib.crc32(listed.data, state.rows_crc32)
+        records_crc = state.records_crc32
+        row_bytes = self.shape.width * self.shape.dtype.itemsize
+        buffer = durable.page_aligned(min(_BLOCK, -(-count // ALIGNMENT) * ALIGNMENT) * row_bytes)
+        block = torch.from_numpy(buffer.view(self.shape.dtype).reshape(-1, self.shape.width))
+        for start in range(0, count, _BLOCK):
+            stop = min(start + _BLOCK, count)
+            fill(start, stop, block[: stop - start])
+            nbytes = (stop - start) * row_bytes
+            records_crc = zlib.crc32(buffer[:nbytes].data, records_crc)
+            if direct:  # a last partial page goes out whole; what is behind the end is ignored
+                nbytes = -(-nbytes // durable.PAGE) * durable.PAGE
+            self._write("records", (begin + start) * row_bytes, buffer[:nbytes], direct=direct)
+        return LogState(state.generation, begin + count, rows_crc, records_crc)
+
+    def accept(self, state: LogState) -> None:
+        """Make the run that `write` wrote a part of the log."""
+        self.state = state
+
+    def sync(self) -> None:
+        """Make all that was appended durable, names included.
+
+        Raises:
+            OSError: the disk failed; records since the last sync must be written again elsewhere.
+        """
+        for file in self._open.values():
+            self._sync_file(file)
+        if self._new_names:
+            durable.sync_directory(self.folder / "rows")
+            durable.sync_directory(self.folder / "records")
+            self._new_names = False
+
+    def rows(self, positions: torch.Tensor) -> torch.Tensor:
+        """The row ids at ``(n,) int64`` positions, `SKIPPED` where there is none."""
+        return self._rows.gather(positions).squeeze(1)
+
+    def blocks(self, stop: int, block: int = 1 << 18) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield ``(position, row ids)`` of the first ``stop`` positions, by blocks."""
+        for start in range(0, stop, block):
+            yield start, self._rows.read(start, min(start + block, stop)).squeeze(1).numpy()
+
+    def check_rows(self) -> None:
+        """Compare the checksum of the committed row ids with what the manifest says.
+
+        Raises:
+            CorruptStoreError: they differ; the message names the folder.
+        """
+        stop = self.committed.records
+        crc = 0
+        for _, rows in self.blocks(stop):
+            crc = zlib.crc32(rows.data, crc)
+        if crc != self.committed.rows_crc32:
+            raise CorruptStoreError(
+                f"{self.folder / 'rows'}: the first {stop:,} row ids have the checksum "
+                f"{crc:#010x}, the manifest says {self.committed.rows_crc32:#010x}"
+            )
+
+    def check_records(self) -> None:
+        """Compare the checksum of the committed records with what the manifest says.
+
+        Raises:
+            CorruptStoreError: they differ.
+        """
+        crc = 0
+        for start, rows in self.blocks(self.committed.records, _BLOCK):
+            kept = torch.from_numpy(np.flatnonzero(rows != SKIPPED) + start)
+            crc = zlib.crc32(self.gather(kept).numpy().data, crc)
+        if crc != self.committed.records_crc32:
+            raise CorruptStoreError(
+                f"{self.folder / 'records'}: the first {self.committed.records:,} records have the "
+                f"checksum {crc:#010x}, the manifest says {self.committed.records_crc32:#010x}"
+            )
+
+    def drop_tail(self) -> None:
+        """Unlink the files that lie wholly behind the committed end, and temporary ones."""
+        for name, size in self._arrays():
+            keep = self._files(self.committed.records, size)
+            folder = self.folder / name
+            durable.remove_temporaries(folder)
+            for path in folder.glob("c.*"):
+                if int(path.name.split(".")[1]) >= keep:
+                    durable.remove(path)
+
+    def restart(self, generation: int) -> None:
+        """Unlink all files and begin again, empty, as another generation."""
+        self._close_files()
+        self._records.unmap_all()
+        self._rows.unmap_all()
+        self.state = self.committed = LogState(generation)
+        self.suspect = False
+        self.drop_tail()
+
+    def forget_tail(self) -> None:
+        """End at the committed end again: what was appended since lives elsewhere now."""
+        self.state = self.committed
+
+    def close(self) -> None:
+        self._close_files()
+        self._records.close()
+        self._rows.close()
+
+    def _begin(self, count: int) -> int:
+        if count < _DIRECT_RUN:
+            return self.end
+        return -(-self.end // ALIGNMENT) * ALIGNMENT
+
+    def _arrays(self) -> tuple[tuple[str, int], tuple[str, int]]:
+        return ("rows", self.shape.rows_per_file), ("records", self.shape.records_per_file)
+
+    @staticmethod
+    def _files(positions: int, size: int) -> int:
+        return -(-positions // size)
+
+    def _write(self, name: str, offset: int, data: np.ndarray, *, direct: bool) -> None:
+        """Write ``(n,) uint8`` at a byte offset of an array, across its chunk files."""
+        file_bytes = self._file_bytes(name)
+        while len(data):
+            index, within = divmod(offset, file_bytes)
+            part = data[: file_bytes - within]
+            file = self._file(name, index)
+            with durable.needs(file.path, part.nbytes):
+                file.write(within, part, direct=direct)
+            data, offset = data[len(part) :], offset + len(part)
+
+    def _file_bytes(self, name: str) -> int:
+        if name == "rows":
+            return self.shape.rows_per_file * 8
+        return self.shape.records_per_file * self.shape.width * self.shape.dtype.itemsize
+
+    def _file(self, name: str, index: int) -> durable.AppendFile:
+        """The chunk file that takes appends now; the one before it is synced and closed."""
+        path = self.rows_path(index) if name == "rows" else self.records_path(index)
+        current = self._open.get(name)
+        if current is not None:
+            if current.path == path:
+                return current
+            self._sync_file(current)
+            del self._open[name]
+            current.close()
+        nbytes = self._file_bytes(name)
+        if not path.exists():
+            durable.allocate(path, nbytes)
+            self._new_names = True
+        (self._rows if name == "rows" else self._records).map_file(index, path)
+        file = self._open[name] = durable.AppendFile(path, nbytes)
+        return file
+
+    def _sync_file(self, file: durable.AppendFile) -> None:
+        try:
+            file.sync()
+        except OSError:
+            # The kernel may call pages clean that it failed to write.
+            self.suspect = True
+            raise
+
+    def _close_files(self) -> None:
+        for file in self._open.values():
+            file.close()
+        self._open.clear()

@@ -1,0 +1,205 @@
+"""Rows of one on-disk array as one tensor, by mapped files. Knows pages, not tables or logs."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import resource
+import weakref
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .errors import CorruptStoreError
+
+_PAGE = mmap.PAGESIZE
+_MAP_FIXED = 0x10
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_MADV_RANDOM = 1
+_MADV_WILLNEED = 3
+_MADV_DONTFORK = 10
+_SYS_PROCESS_MADVISE = 440
+_RANGES_PER_CALL = 1024
+# So many announced gathers in a row that caused no read, and the rows are taken to be resident.
+_IDLE_ANNOUNCEMENTS = 8
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.syscall.restype = ctypes.c_long
+
+
+class _Span:
+    """A reserved range of virtual memory that is unmapped when its last view is gone."""
+
+    def __init__(self, nbytes: int, shape: tuple[int, int], dtype: np.dtype) -> None:
+        self.nbytes = nbytes
+        self.address = _map(0, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
+        # Not marked read-only, though it is: torch warns about read-only arrays, and the tensor
+        # never leaves this package.
+        self.__array_interface__ = {
+            "shape": shape,
+            "typestr": dtype.str,
+            "data": (self.address, False),
+            "version": 3,
+        }
+        # At exit other views may still be read; the kernel unmaps then.
+        weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False
+
+
+def _map(address: int, nbytes: int, flags: int, fd: int) -> int:
+    result = _libc.mmap(address, nbytes, mmap.PROT_READ, flags, fd, 0)
+    if result == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mmap of {nbytes:,} bytes: {os.strerror(code)}")
+    _libc.madvise(result, nbytes, _MADV_RANDOM)
+    _libc.madvise(result, nbytes, _MADV_DONTFORK)
+    return int(result)
+
+
+class MappedRows:
+    """All chunk files of one array behind one another in memory, as one ``(N, W)`` tensor.
+
+    Files that are not mapped read as zeros. The memory is read-only (a write is a SIGSEGV), so
+    `gather` copies and the tensor stays inside.
+
+    Args:
+        num_files: chunk files that the array can have.
+        rows_per_file: rows in each; whole pages.
+        width: columns of a row.
+        dtype: element type on disk.
+    """
+
+    def __init__(self, num_files: int, rows_per_file: int, width: int, dtype: np.dtype) -> None:
+        self._rows_per_file = rows_per_file
+        self._row_bytes = width * dtype.itemsize
+        self._file_bytes = rows_per_file * self._row_bytes
+        if self._file_bytes % _PAGE:
+            raise ValueError(f"{rows_per_file} rows of {self._row_bytes} bytes are no whole pages")
+        self._span = _Span(num_files * self._file_bytes, (num_files * rows_per_file, width), dtype)
+        self._tensor = torch.from_numpy(np.asarray(self._span))
+        self._present = np.zeros(num_files, dtype=bool)
+        self._idle = 0
+        self._pidfd = _self_descriptor()
+        self._pid = os.getpid()
+
+    @property
+    def announces_in_batches(self) -> bool:
+        """Whether the kernel takes many ranges in one call (``process_madvise``)."""
+        return self._pidfd >= 0
+
+    def map_file(self, index: int, path: Path) -> None:
+        """Map ``path`` as file ``index``, in place of what was mapped there.
+
+        Raises:
+            CorruptStoreError: the file is missing or has another size.
+        """
+        try:
+            fd = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise CorruptStoreError(
+                f"{path} is missing ({self._file_bytes:,} bytes expected)"
+            ) from None
+        try:
+            size = os.fstat(fd).st_size
+            if size != self._file_bytes:
+                # Reading a page behind the end of a mapped file kills the process (SIGBUS).
+                raise CorruptStoreError(f"{path} has {size:,} bytes, {self._file_bytes:,} expected")
+            address = self._span.address + index * self._file_bytes
+            _map(address, self._file_bytes, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        finally:
+            os.close(fd)
+        self._present[index] = True
+
+    def unmap_all(self) -> None:
+        """Let every file read as zeros again."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
+        _map(self._span.address, self._span.nbytes, flags, -1)
+        self._present[:] = False
+
+    def gather(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Copy rows, ``(n,) int64`` best sorted, to ``(n, W)``; their pages are read ahead.
+
+        Announcing pages that are resident costs time for nothing, so it stops when it causes no
+        reads, and starts again when a gather faults.
+        """
+        before = resource.getrusage(resource.RUSAGE_SELF)
+        announced = self._idle < _IDLE_ANNOUNCEMENTS
+        if announced:
+            self.announce(rows)
+        result = torch.index_select(self._tensor, 0, rows, out=out)
+        after = resource.getrusage(resource.RUSAGE_SELF)
+        if announced:
+            self._idle = 0 if after.ru_inblock > before.ru_inblock else self._idle + 1
+        elif after.ru_majflt > before.ru_majflt:
+            self._idle = 0
+        return result
+
+    def read(self, start: int, stop: int) -> torch.Tensor:
+        """Copy the rows ``start`` to ``stop``."""
+        return self._tensor[start:stop].clone()
+
+    def announce(self, rows: torch.Tensor) -> None:
+        """Ask the kernel to read the pages of ``rows`` ahead, all in one queue."""
+        wanted = rows.numpy()
+        if not self._present.all():
+            # Advice on a range without a file is an error that ends the whole call.
+            wanted = wanted[self._present[wanted // self._rows_per_file]]
+        first = self._span.address + wanted * self._row_bytes
+        ranges = np.empty((len(wanted), 2), dtype=np.uint64)
+        ranges[:, 0] = first & -_PAGE
+        ranges[:, 1] = ((first + self._row_bytes + _PAGE - 1) & -_PAGE) - (first & -_PAGE)
+        for start in range(0, len(ranges), _RANGES_PER_CALL):
+            self._advise(ranges[start : start + _RANGES_PER_CALL])
+
+    def _advise(self, ranges: np.ndarray) -> None:
+        if self._pidfd >= 0:
+            done = _libc.syscall(
+                _SYS_PROCESS_MADVISE,
+                self._pidfd,
+                ctypes.c_void_p(ranges.ctypes.data),
+                ctypes.c_size_t(len(ranges)),
+                _MADV_WILLNEED,
+                0,
+            )
+            if done >= 0:
+                return
+            if ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.EACCES):
+                return
+            self._close_descriptor()
+        for address, nbytes in ranges.tolist():
+            _libc.madvise(address, nbytes, _MADV_WILLNEED)
+
+    def close(self) -> None:
+        """Drop the tensor; the memory is unmapped when the last view of it is gone."""
+        self._close_descriptor()
+        if hasattr(self, "_tensor"):
+            del self._tensor, self._span
+
+    def _close_descriptor(self) -> None:
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+
+def _self_descriptor() -> int:
+    """A descriptor of this process for ``process_madvise``, or -1 where there is none."""
+    if not hasattr(os, "pidfd_open"):
+        return -1
+    try:
+        return os.pidfd_open(os.getpid())
+    except OSError:
+        return -1

@@ -1,0 +1,220 @@
+"""From autograd's backward pass to one step of every table in it. Knows no disk.
+
+A pass collects what the lookups of one `.backward()` give it, and steps at its end. It lives in the
+callback that autograd keeps for the end of that pass: one that fails takes the pass with it, so
+there is no flag to reset.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.autograd import Variable
+
+from .optimizer import TableOptimizer
+from .table import Prepared, Table
+
+_passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def uncompiled(function: _Function) -> _Function:
+    """Keep a function out of torch.compile, which would trace it and never step."""
+    return cast(_Function, torch.compiler.disable(function))
+
+
+def current_pass() -> int:
+    """Autograd's number of the backward pass that this thread is in, -1 outside one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def in_compiled_autograd() -> bool:
+    """Whether compiled autograd runs the backward pass."""
+    # Looked up, not imported: a program that does not compile need not load the compiler.
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return bool(getattr(module, "in_compiled_autograd_region", False))
+
+
+def _at_the_end(callback: Callable[[], None]) -> None:
+    """Have autograd call back at the end of the running backward pass, if it succeeds."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+class Staged:
+    """What one table has in a pass.
+
+    Attributes:
+        blocks: pairs of ``(n,) int64`` sorted unique rows and their ``(n, D)`` gradients.
+        armed: whether the pass is a `.backward()` that reached the table's anchor, and not an
+            ``autograd.grad`` or ``backward(inputs=...)`` for other tensors.
+    """
+
+    def __init__(self, table: Table, optimizer: TableOptimizer) -> None:
+        self.table = table
+        self.optimizer = optimizer
+        self.blocks: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.armed = False
+
+
+class Pass:
+    """The tables of one backward pass."""
+
+    def __init__(self) -> None:
+        self.staged: dict[int, Staged] = {}
+
+    @uncompiled
+    def finish(self) -> None:
+        """Step every armed table once: first all that can fail, then all changes in memory."""
+        armed = [staged for staged in self.staged.values() if staged.armed and staged.blocks]
+        armed.sort(key=lambda staged: id(staged.table))
+        with torch.no_grad(), ExitStack() as locks:
+            for staged in armed:
+                staged.table.check_writable()
+                locks.enter_context(staged.table.lock)
+            prepared = [self._prepare(staged) for staged in armed]
+            for staged, step in zip(armed, prepared, strict=True):
+                staged.optimizer.run(_apply(staged.table, step))
+
+    @staticmethod
+    def _prepare(staged: Staged) -> Prepared:
+        rows, grads = coalesce(staged.blocks)
+        _check_finite(rows, grads)
+        return staged.table.prepare(rows, grads, staged.optimizer.param_groups[0])
+
+
+def _apply(table: Table, prepared: Prepared) -> Callable[[dict[str, Any]], None]:
+    return lambda group: table.apply(prepared, group)
+
+
+# Takes a lookup's gradient (n, D), unique rows (m,), sorting order (n,) and segment starts (m,).
+StageGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+class Lookup(torch.autograd.Function):
+    """Expands unique rows to the batch; backward sums them again and stages them for the step.
+
+    The anchor, the table's zero-size parameter, is what makes autograd come here: freezing it, DDP
+    and optimizers that want a parameter behave as with nn.Embedding.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: torch.Tensor,
+        weights: torch.Tensor,
+        unique: torch.Tensor,
+        inverse: torch.Tensor,
+        order: torch.Tensor,
+        starts: torch.Tensor,
+        stage_gradient: StageGradient,
+    ) -> torch.Tensor:
+        ctx.stage_gradient = stage_gradient
+        ctx.forward_pass = current_pass()
+        # Saved, not kept as attributes: a second backward is then torch's own error.
+        ctx.save_for_backward(unique, order, starts)
+        return weights.index_select(0, inverse)
+
+    @staticmethod
+    @uncompiled
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[None, ...]:
+        if in_compiled_autograd():
+            raise RuntimeError(
+                "compiled autograd never calls back at the end of a backward pass, so the table "
+                "would not step: switch torch._dynamo.config.compiled_autograd off"
+            )
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph=True asks for a second derivative through the table's own gradient, "
+                "which is used up in its step. Penalties on other inputs work: take them with "
+                "torch.autograd.grad(loss, inputs, create_graph=True) and call backward() once"
+            )
+        if ctx.forward_pass != -1:
+            raise RuntimeError(
+                "a lookup in reentrant activation checkpointing would step more than once in one "
+                "backward: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        unique, order, starts = ctx.saved_tensors
+        ctx.stage_gradient(grad, unique, order, starts)
+        return (None,) * 7
+
+
+def stage(table: Table, optimizer: TableOptimizer, rows: torch.Tensor, grads: torch.Tensor) -> None:
+    """Add a lookup's rows and gradients to the running pass."""
+    number = current_pass()
+    running = _passes.get(number)
+    if running is None:
+        running = _passes[number] = Pass()
+        _at_the_end(running.finish)
+    staged = running.staged.setdefault(id(table), Staged(table, optimizer))
+    staged.blocks.append((rows, grads))
+
+
+def arm(table: Table) -> None:
+    """Say that the running pass is a `.backward()` that reaches this table."""
+    running = _passes.get(current_pass())
+    if running is not None and id(table) in running.staged:
+        running.staged[id(table)].armed = True
+
+
+def segment_sum(values: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Sum rows of ``values`` over segments of ``order``, always in the same order.
+
+    Args:
+        values: ``(n, D)``.
+        order: ``(n,)`` rows of ``values``.
+        starts: ``(m,)`` where in ``order`` each segment begins.
+
+    Returns:
+        ``(m, D)``.
+    """
+    if not len(starts):
+        return values.new_zeros(0, values.shape[1])
+    return torch.nn.functional.embedding_bag(order, values, starts, mode="sum")
+
+
+def sort_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sort row ids and find equal ones.
+
+    Args:
+        rows: ``(n,) int64``, none negative.
+
+    Returns:
+        The unique rows ``(m,)``; for each id the index of its unique row ``(n,)``; the stable order
+        ``(n,)`` that sorts the ids; where in it each unique row begins ``(m,)``.
+    """
+    ordered, order = rows.sort(stable=True)
+    unique, of_ordered, counts = torch.unique_consecutive(
+        ordered, return_inverse=True, return_counts=True
+    )
+    inverse = torch.empty_like(order)
+    inverse[order] = of_ordered
+    return unique, inverse, order, counts.cumsum(0) - counts
+
+
+def coalesce(
+    blocks: list[tuple[torch.Tensor, torch.Tensor]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One gradient a row: the update is not linear in it, so duplicates must be summed first."""
+    if len(blocks) == 1:
+        return blocks[0]
+    unique, _, order, starts = sort_rows(torch.cat([rows for rows, _ in blocks]))
+    return unique, segment_sum(torch.cat([grads for _, grads in blocks]), order, starts)
+
+
+def _check_finite(rows: torch.Tensor, grads: torch.Tensor) -> None:
+    # Where the sum is finite, all are: infinities and NaN do not leave a sum.
+    if torch.isfinite(grads.sum()):
+        return
+    bad = rows[~torch.isfinite(grads).all(dim=1)]
+    if len(bad):
+        raise FloatingPointError(
+            f"the gradient of {len(bad)} rows is not finite (row {int(bad[0])} first). No table of "
+            f"this backward has stepped; it would have kept NaN in its moments for good"
+        )

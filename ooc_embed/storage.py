@@ -1,0 +1,337 @@
+"""The stored records of a table: its logs, its chunk files, and the commit protocol over both.
+
+Knows the map from rows to places, which it keeps right while records move; does not know why rows
+enter or leave the cache, and no optimizer.
+
+The order of writes is what makes a crash harmless. A commit appends to the active log, syncs it,
+and replaces the manifest: that rename is the commit. A merge rewrites chunks from the sealed log,
+syncs them, names a manifest without that log, and only then deletes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from . import durable
+from .cache import RowCache
+from .errors import CorruptStoreError, StoreError
+from .interrupts import uninterrupted
+from .log import SKIPPED, FillRecords, LogState, RecordLog
+from .manifest import Commit, Manifest
+from .mapped import MappedRows
+from .merge import NewestRecords
+from .store import Store
+
+# Rows that move through memory at once where a whole log may have to.
+_MOVED_ROWS = 1 << 15
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is written behind the active log's end, and no part of it yet.
+
+    Args:
+        rows: ``(n,) int64``, sorted and unique.
+        state: the log's state with it.
+    """
+
+    rows: torch.Tensor
+    state: LogState
+
+
+class Storage:
+    """Where records are stored, and how that changes.
+
+    Args:
+        store: an open store.
+        cache: holds the map from rows to places, which this fills.
+
+    Raises:
+        CorruptStoreError: a file is missing, short, or fails its checksum.
+    """
+
+    def __init__(self, store: Store, cache: RowCache) -> None:
+        self.store = store
+        self.manifest: Manifest = store.manifest
+        self._cache = cache
+        self._failed: str | None = None
+        layout = store.layout
+        store.check_chunk_sizes()
+        self._chunks = MappedRows(layout.num_chunks, layout.chunk_rows, layout.width, layout.dtype)
+        for index in self.manifest.checksums:
+            self._chunks.map_file(index, store.chunk_path(index))
+        logs = [self._open_log(state) for state in self.manifest.commit.logs]
+        for log in logs:
+            log.check_rows()
+            self._find_records(log)
+        self._active = logs[-1]
+        # The log that takes no appends: sealed and waiting for its merge, or empty.
+        self._other = logs[0]
+        self._sealed = len(logs) == 2
+        if not self._sealed:
+            self._other = self._open_log(LogState(self._active.state.generation + 1))
+
+    def _open_log(self, state: LogState) -> RecordLog:
+        return RecordLog(self.store.log_folder(state.generation), self.store.layout.log, state)
+
+    def _find_records(self, log: RecordLog) -> None:
+        """Enter a log's rows into the map; the last record of a row wins."""
+        where = self._cache.where.numpy()
+        for start, rows in log.blocks(log.committed.records):
+            kept = np.flatnonzero(rows != SKIPPED)
+            rows = rows[kept]
+            if len(rows) and not 0 <= rows.min() <= rows.max() < len(where):
+                raise CorruptStoreError(
+                    f"{log.folder / 'rows'} names rows {rows.min()} to {rows.max()}, the table has "
+                    f"{len(where)}"
+                )
+            where[rows] = -(kept + (start + log.base + 1))
+
+    def recover(self) -> None:
+        """Remove what a killed writer left, and finish its merge."""
+        self._active.drop_tail()
+        if not self._sealed:
+            self._other.drop_tail()
+        self.store.drop_leftovers()
+        self.merge()
+
+    # Reading and appending
+
+    def read(self, rows: torch.Tensor, homes: torch.Tensor) -> torch.Tensor:
+        """Copy the stored records of rows; zeros where nothing is stored.
+
+        Args:
+            rows: ``(n,) int64``.
+            homes: ``(n,)``, where each is stored: 0 or -(p + 1).
+
+        Returns:
+            ``(n, W)``.
+        """
+        out = torch.empty(len(rows), self.store.layout.width, dtype=self._cache.records.dtype)
+        in_log = homes < 0
+        if not in_log.any():
+            return self._chunks.gather(rows, out)
+        _gather_part(out, ~in_log, rows, self._chunks)
+        positions = -(homes.to(torch.int64) + 1)
+        for log in (self._active, self._other):
+            local = positions - log.base
+            _gather_part(out, in_log & (local >= 0) & (local < log.shape.capacity), local, log)
+        return out
+
+    def make_room(self, count: int) -> None:
+        """See that a run of ``count`` records fits into the active log.
+
+        Slots of the cache may become dirty by it: choose those to append afterwards.
+        """
+        self.check()
+        log = self._active
+        if log.suspect or log.end_after(count) > log.shape.capacity:
+            self._roll_over()
+
+    def write(self, rows: torch.Tensor, fill: FillRecords) -> Run:
+        """Write the records of sorted unique rows behind the active log's end.
+
+        Raises:
+            OSError: the disk is full, or failed. The log is as it was.
+        """
+        return Run(rows, self._active.write(rows.numpy(), fill))
+
+    def accept(self, run: Run) -> int:
+        """Make a run a part of the log; return the global position of its first record."""
+        self._active.accept(run.state)
+        return self._active.base + run.state.records - len(run.rows)
+
+    def append_slots(self, slots: torch.Tensor) -> None:
+        """Append the cache's records at ``slots``, which are in the order of their rows."""
+        if not len(slots):
+            return
+        cache = self._cache
+
+        def fill(start: int, stop: int, out: torch.Tensor) -> None:
+            torch.index_select(cache.records, 0, slots[start:stop], out=out)
+
+        run = self.write(cache.row.index_select(0, slots), fill)
+        with uninterrupted():
+            cache.stored(slots, self.accept(run))
+
+    # Committing
+
+    def commit(self, commit: Commit, *, flush: bool) -> None:
+        """Make all records durable, and with ``flush`` bring them into the table's chunks.
+
+        Args:
+            commit: what to commit beside the records; its number and logs are set here. It is
+                skipped if nothing has changed.
+
+        Raises:
+            OSError: the disk is full, or failed. Nothing is lost, and a later call may succeed.
+        """
+        self.make_room(int(self._cache.dirty.count_nonzero()))
+        self.append_slots(self._cache.dirty_slots())
+        last = self.manifest.commit
+        if self._active.state != self._active.committed or (commit.step, commit.param_groups) != (
+            last.step,
+            last.param_groups,
+        ):
+            self._sync()
+            full = self._active.end > self.store.layout.log_limit
+            self._name_commit(commit, seal=flush or full)
+        self.merge()
+        if flush and self._active.end:
+            self._name_commit(commit, seal=True)
+            self.merge()
+
+    def _sync(self) -> None:
+        """Make the active log durable; where the disk failed, in new files."""
+        try:
+            self._active.sync()
+            return
+        except OSError:
+            if not self._active.suspect:
+                raise
+        try:
+            self._roll_over()
+            self.append_slots(self._cache.dirty_slots())
+            self._active.sync()
+        except OSError as error:
+            self._failed = f"the disk failed twice to keep the log ({error}): open the store again"
+            raise
+
+    def _name_commit(self, commit: Commit, *, seal: bool) -> None:
+        state = self._active.state
+        logs: tuple[LogState, ...] = (state,)
+        if self._sealed:
+            logs = (self._other.committed, state)
+        elif seal and state.records:
+            logs = (state, LogState(state.generation + 1))
+        number = self.manifest.commit.number + 1
+        self._name(replace(self.manifest, commit=replace(commit, number=number, logs=logs)))
+
+    def _name(self, manifest: Manifest, then: Callable[[], None] = lambda: None) -> None:
+        """Replace the manifest; memory follows what the disk says, even if the call fails late."""
+        try:
+            self.store.write_manifest(manifest)
+        finally:
+            if self.store.manifest is manifest:
+                with uninterrupted():
+                    self._follow(manifest)
+                    then()
+
+    def _follow(self, manifest: Manifest) -> None:
+        self.manifest = manifest
+        logs = manifest.commit.logs
+        if logs[-1].generation != self._active.state.generation:  # the active log was sealed
+            self._active, self._other = self._other, self._active
+            self._other.state = self._other.committed = logs[0]
+        self._active.committed = logs[-1]
+        self._sealed = len(logs) == 2
+
+    # Moving records
+
+    def _roll_over(self) -> None:
+        """Seal the active log at its last commit, and move what lies behind into the other log.
+
+        Nothing becomes a commit by it: the manifest names other logs for the same state.
+        """
+        self.merge()
+        old, new = self._active, self._other
+        low, high = old.base + old.committed.records, old.base + old.end
+        where = self._cache.where
+        behind = ((where < -low) & (where >= -high)).nonzero().squeeze(1)
+        moved = []
+        try:
+            for part in behind.split(_MOVED_ROWS):
+                positions = -(where[part].to(torch.int64) + 1) - old.base
+                state = new.write(part.numpy(), _copier(old, positions))
+                new.accept(state)
+                moved.append((part, new.base + state.records - len(part)))
+            commit = replace(
+                self.manifest.commit, logs=(old.committed, LogState(new.state.generation))
+            )
+            self._name(
+                replace(self.manifest, commit=commit), lambda: self._rehome(moved, low, high)
+            )
+        finally:
+            if self._active is old:
+                new.restart(new.state.generation)
+        self.merge()
+
+    def _rehome(self, moved: list[tuple[torch.Tensor, int]], low: int, high: int) -> None:
+        for rows, position in moved:
+            self._cache.rehome(rows, position)
+        # Rows in the cache whose newest record stays behind must be stored again.
+        homes = self._cache.home
+        self._cache.dirty |= (homes < -low) & (homes >= -high) & self._cache.occupied()
+
+    def merge(self) -> None:
+        """Put the sealed log's newest records into the chunks, then drop that log.
+
+        Interrupted anywhere, it simply runs again.
+        """
+        if not self._sealed:
+            return
+        log, layout = self._other, self.store.layout
+        newest = NewestRecords(log, layout.chunk_rows, layout.num_chunks)
+        buffer = durable.page_aligned(layout.chunk_bytes)
+        chunk = buffer.view(layout.dtype).reshape(layout.chunk_rows, layout.width)
+        checksums = dict(self.manifest.checksums)
+        for index in newest.chunks():
+            if index in self.manifest.checksums:
+                self.store.read_chunk(index, buffer)
+            else:
+                buffer[:] = 0
+            rows, positions = newest.of_chunk(index)
+            chunk[rows.numpy()] = log.gather(positions).numpy()
+            checksums[index] = self.store.write_chunk(index, chunk)
+            first = index * layout.chunk_rows
+            with uninterrupted():
+                self._chunks.map_file(index, self.store.chunk_path(index))
+                self._cache.moved(
+                    slice(first, first + layout.chunk_rows),
+                    log.base,
+                    log.base + log.shape.capacity,
+                )
+        self.store.sync_table()
+        commit = replace(self.manifest.commit, logs=(self._active.committed,))
+        self._name(replace(self.manifest, commit=commit, checksums=checksums))
+        log.restart(self._active.state.generation + 1)
+
+    # Life
+
+    @property
+    def failed(self) -> bool:
+        """Whether the disk has failed for good."""
+        return self._failed is not None
+
+    def check(self) -> None:
+        """Raise if the disk has failed for good."""
+        if self._failed is not None:
+            raise StoreError(f"{self.store.path}: {self._failed}")
+
+    def close(self) -> None:
+        """Let go of maps and files."""
+        self._active.close()
+        self._other.close()
+        self._chunks.close()
+
+
+def _gather_part(
+    out: torch.Tensor,
+    wanted: torch.Tensor,
+    indices: torch.Tensor,
+    source: MappedRows | RecordLog,
+) -> None:
+    chosen = wanted.nonzero().squeeze(1)
+    if len(chosen):
+        out[chosen] = source.gather(indices.index_select(0, chosen))
+
+
+def _copier(log: RecordLog, positions: torch.Tensor) -> FillRecords:
+    def fill(start: int, stop: int, out: torch.Tensor) -> None:
+        log.gather(positions[start:stop], out)
+
+    return fill

@@ -1,0 +1,396 @@
+"""The store on disk: layout, manifest, creation, validation, lock and the commit's rename.
+
+Knows files and metadata; does not know which row is where. The only importer of zarr, which writes
+at creation and never again: it leaves temporary files in groups, and half-made folders warn.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+
+from . import durable
+from .errors import CorruptStoreError, FormatError
+from .log import ALIGNMENT
+from .manifest import Layout, Manifest
+
+ATTRIBUTE = "ooc_embed"
+_FOLDERS = ("table", "column", "log")
+
+
+class Store:
+    """An open store. One writer at a time; readers take no lock.
+
+    Attributes:
+        path: the folder.
+        manifest: the newest state that this object read or wrote.
+        layout: sizes.
+        writable: opened with ``"r+"`` or created.
+    """
+
+    def __init__(self, path: Path, lock: durable.DirectoryLock | None) -> None:
+        self.path = path
+        self._lock = lock
+        self.manifest, self._written = self._read()
+        self.layout = self._read_layout()
+
+    @property
+    def writable(self) -> bool:
+        return self._lock is not None
+
+    @classmethod
+    def create(
+        cls,
+        path: Path,
+        manifest: Manifest,
+        chunk_rows: int | None,
+        rows: Callable[[Layout], Iterable[np.ndarray]] | None,
+        *,
+        overwrite: bool,
+    ) -> Store:
+        """Make a store, in a folder that does not exist yet or holds an unfinished creation.
+
+        Args:
+            path: the folder.
+            manifest: its first state.
+            chunk_rows: rows in a chunk file, or None to choose.
+            rows: gives the content of every chunk file in order, ``(chunk_rows, W)`` each, or None.
+            overwrite: replace a store that is there.
+
+        Raises:
+            FileExistsError: something is there.
+            LockedError: a store is there and somebody writes to it.
+            OSError: the disk is full, or failed.
+        """
+        existing = _what_is_there(path)
+        if existing == "store" and not overwrite:
+            raise FileExistsError(
+                f"{path} is a store already: DiskEmbedding.open(path) goes on with it, "
+                f"overwrite=True replaces it"
+            )
+        if existing == "foreign":
+            raise FileExistsError(f"{path} exists and is no ooc_embed store: choose another path")
+        layout = Layout.plan(manifest, chunk_rows)
+        _warn_if_short_of_space(path, layout)
+        durable.make_directory(path)
+        lock = durable.DirectoryLock(path, _holder(path))
+        try:
+            _clear(path)
+            _make_arrays(path, manifest, layout)
+            lock.name_holder()
+            checksums = {}
+            for index, chunk in enumerate(rows(layout) if rows else ()):
+                checksums[index] = _write_chunk(path, index, chunk)
+            manifest = replace(manifest, checksums=checksums)
+            durable.sync_tree(path)
+            _rename_manifest(path, _metadata({}, manifest))
+            durable.sync_directory(path)
+            return cls(path, lock)
+        except BaseException:
+            lock.close()
+            durable.remove_tree(path)
+            raise
+
+    @classmethod
+    def open(cls, path: Path, mode: str) -> Store:
+        """Open a store to write (``"r+"``) or to read (``"r"``).
+
+        Raises:
+            ValueError: another mode.
+            FileNotFoundError: there is nothing.
+            FormatError: there is something else.
+            LockedError: another writer has it open.
+        """
+        if mode not in ("r+", "r"):
+            raise ValueError(f"mode must be 'r+' or 'r', got {mode!r}")
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist: DiskEmbedding(..., path=) creates it")
+        if mode == "r":
+            return cls(path, None)
+        lock = durable.DirectoryLock(path, _holder(path))
+        try:
+            store = cls(path, lock)
+        except BaseException:
+            lock.close()
+            raise
+        lock.name_holder()
+        return store
+
+    def log_folder(self, generation: int) -> Path:
+        return self.path / "log" / str(generation % 2)
+
+    def chunk_path(self, index: int) -> Path:
+        return _chunk_path(self.path, index)
+
+    def reread(self) -> Manifest:
+        """The manifest as it is on disk now."""
+        return self._read()[0]
+
+    def read_chunk(self, index: int, buffer: np.ndarray) -> None:
+        """Read a chunk file into ``(chunk_bytes,) uint8``.
+
+        Raises:
+            CorruptStoreError: it is shorter.
+        """
+        path = self.chunk_path(index)
+        with path.open("rb", buffering=0) as file:
+            view = buffer.data
+            while view:
+                count = file.readinto(view)
+                if not count:
+                    raise CorruptStoreError(
+                        f"{path} has {len(buffer) - len(view):,} bytes, {len(buffer):,} expected"
+                    )
+                view = view[count:]
+
+    def logs_changed(self) -> bool:
+        """Whether the manifest on disk names other logs than this object read."""
+        found, known = self.reread().commit.logs, self.manifest.commit.logs
+        return [log.generation for log in found] != [log.generation for log in known]
+
+    def write_chunk(self, index: int, chunk: np.ndarray) -> int:
+        """Replace a chunk file by ``(chunk_rows, W)`` rows; return its checksum."""
+        return _write_chunk(self.path, index, chunk)
+
+    def sync_table(self) -> None:
+        """Make the names of chunk files durable."""
+        durable.sync_directory(self.path / "table")
+
+    def write_manifest(self, manifest: Manifest) -> None:
+        """Replace ``zarr.json``: the instant of a commit.
+
+        Attributes that others put beside the manifest are kept. An older manifest that somebody put
+        back is replaced, with a warning.
+        """
+        data = _metadata(self._foreign_attributes(), manifest)
+        _rename_manifest(self.path, data)
+        # From here on this is the state, though a power cut could still undo it.
+        self._written, self.manifest = data, manifest
+        durable.sync_directory(self.path)
+
+    def drop_leftovers(self) -> None:
+        """Unlink temporary files of a killed writer, and chunk files it never came to name."""
+        folder = self.path / "table"
+        durable.remove_temporaries(folder)
+        if len(self.manifest.commit.logs) == 1:
+            for index in set(chunk_files(self.path)) - set(self.manifest.checksums):
+                durable.remove(self.chunk_path(index))
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
+
+    def _foreign_attributes(self) -> dict[str, Any]:
+        path = self.path / "zarr.json"
+        try:
+            found = path.read_bytes()
+            metadata = json.loads(found)
+            attributes = dict(metadata["attributes"])
+        except (OSError, ValueError, KeyError, TypeError):
+            warnings.warn(f"{path} was damaged since the last commit: replaced", stacklevel=2)
+            return {}
+        if found != self._written and attributes.get(ATTRIBUTE) != self.manifest.to_json():
+            warnings.warn(
+                f"{path} held another state than the last commit wrote: replaced", stacklevel=2
+            )
+        attributes.pop(ATTRIBUTE, None)
+        return attributes
+
+    def _read(self) -> tuple[Manifest, bytes]:
+        path = self.path / "zarr.json"
+        try:
+            data = path.read_bytes()
+            value = json.loads(data)["attributes"][ATTRIBUTE]
+        except FileNotFoundError:
+            raise FormatError(f"{path} is missing: no store, or an unfinished creation") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise FormatError(f"{path} holds no ooc_embed manifest: {error!r}") from error
+        try:
+            return Manifest.from_json(value), data
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from error
+
+    def _read_layout(self) -> Layout:
+        manifest = self.manifest
+        array = _open_array(self.path / "table")
+        layout = Layout(
+            manifest.num_embeddings, manifest.width, manifest.numpy_dtype, array.chunks[0]
+        )
+        expected = _array_shapes(layout)
+        for name, (shape, chunks, dtype) in expected.items():
+            array = _open_array(self.path / name)
+            found = (array.shape, array.chunks, np.dtype(array.dtype))
+            if found != (shape, chunks, np.dtype(dtype)):
+                raise FormatError(
+                    f"{self.path / name} has (shape, chunks, dtype) {found}, "
+                    f"the manifest asks for {(shape, chunks, np.dtype(dtype))}"
+                )
+        if layout.chunk_rows % ALIGNMENT:
+            raise FormatError(
+                f"{self.path / 'table'} has chunks of {layout.chunk_rows} rows, "
+                f"no multiple of {ALIGNMENT}"
+            )
+        return layout
+
+    def check_chunk_sizes(self) -> None:
+        """Check that every chunk file of the manifest is there, and whole.
+
+        Raises:
+            CorruptStoreError: one is not; the message names it.
+        """
+        for index in self.manifest.checksums:
+            path = self.chunk_path(index)
+            try:
+                size = os.stat(path).st_size
+            except FileNotFoundError:
+                raise CorruptStoreError(
+                    f"{path} is missing; the manifest says that it was written"
+                ) from None
+            if size != self.layout.chunk_bytes:
+                raise CorruptStoreError(
+                    f"{path} has {size:,} bytes, {self.layout.chunk_bytes:,} expected"
+                )
+
+
+def chunk_files(path: Path) -> list[int]:
+    """Which chunk files of the table exist."""
+    names = (entry.name.split(".") for entry in os.scandir(path / "table"))
+    return sorted(int(n[1]) for n in names if len(n) == 3 and n[0] == "c" and n[2] == "0")
+
+
+def holder(path: Path) -> str | None:
+    """Who has the store open for writing, in words, or None."""
+    return durable.lock_holder(path, _holder(path))
+
+
+def _holder(path: Path) -> Path:
+    return path / "table" / "writer.json"
+
+
+def _chunk_path(path: Path, index: int) -> Path:
+    return path / "table" / f"c.{index}.0"
+
+
+def _write_chunk(path: Path, index: int, chunk: np.ndarray) -> int:
+    data = chunk.reshape(-1).view(np.uint8)
+    durable.write_file(_chunk_path(path, index), data)
+    return zlib.crc32(data.data)
+
+
+def _metadata(attributes: dict[str, Any], manifest: Manifest) -> bytes:
+    value = {
+        "zarr_format": 3,
+        "node_type": "group",
+        "attributes": {**attributes, ATTRIBUTE: manifest.to_json()},
+    }
+    return json.dumps(value, indent=1).encode()
+
+
+def _rename_manifest(path: Path, data: bytes) -> None:
+    # The temporary file lies inside an array's folder: zarr warns about strangers in a group.
+    durable.replace(path / "zarr.json", data, path / "table" / f"zarr.json{durable.TEMPORARY}")
+
+
+def _what_is_there(path: Path) -> str:
+    """``"nothing"``, ``"unfinished"`` creation, a ``"store"``, or something ``"foreign"``."""
+    if not path.exists():
+        return "nothing"
+    if not path.is_dir():
+        return "foreign"
+    names = {entry.name for entry in path.iterdir()}
+    if "zarr.json" in names:
+        try:
+            attributes = json.loads((path / "zarr.json").read_bytes())["attributes"]
+            return "store" if ATTRIBUTE in attributes else "foreign"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "foreign"
+    return "unfinished" if names <= set(_FOLDERS) else "foreign"
+
+
+def _clear(path: Path) -> None:
+    """Remove what an earlier store left, its manifest first: without it, it is no store."""
+    durable.remove(path / "zarr.json")
+    for name in _FOLDERS:
+        if (path / name).exists():
+            durable.remove_tree(path / name)
+
+
+def _array_shapes(layout: Layout) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], str]]:
+    """Name to (shape, chunks, dtype) of each array but ``column``."""
+    dtype, log = layout.dtype.str, layout.log
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]] = {
+        "table": (
+            (layout.num_embeddings, layout.width),
+            (layout.chunk_rows, layout.width),
+            dtype,
+        )
+    }
+    for number in "01":
+        shapes[f"log/{number}/rows"] = ((log.capacity,), (log.rows_per_file,), "<i8")
+        shapes[f"log/{number}/records"] = (
+            (log.capacity, log.width),
+            (log.records_per_file, log.width),
+            dtype,
+        )
+    return shapes
+
+
+def _make_arrays(path: Path, manifest: Manifest, layout: Layout) -> None:
+    dimensions = {"table": ("row", "column"), "rows": ("position",)}
+    for name, (shape, chunks, dtype) in _array_shapes(layout).items():
+        kind = name.rsplit("/", 1)[-1]
+        zarr.create_array(
+            store=str(path / name),
+            shape=shape,
+            chunks=chunks,
+            dtype=dtype,
+            compressors=None,
+            filters=None,
+            fill_value=-1 if kind == "rows" else 0,
+            chunk_key_encoding={"name": "default", "separator": "."},
+            dimension_names=dimensions.get(kind, ("position", "column")),
+            zarr_format=3,
+        )
+    for name in ("log", "log/0", "log/1"):
+        zarr.create_group(store=str(path / name), zarr_format=3)
+    names = [name for name, width in manifest.fields.items() for _ in range(width)]
+    column = zarr.create_array(
+        store=str(path / "column"),
+        shape=(layout.width,),
+        chunks=(layout.width,),
+        dtype="str",
+        compressors=None,
+        dimension_names=("column",),
+        zarr_format=3,
+    )
+    column[:] = np.array(names, dtype=np.dtypes.StringDType())
+
+
+def _open_array(path: Path) -> zarr.Array[Any]:
+    try:
+        array = zarr.open_array(store=str(path), mode="r", zarr_format=3)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{path} is no zarr array: {error}") from error
+    return array
+
+
+def _warn_if_short_of_space(path: Path, layout: Layout) -> None:
+    table = layout.num_chunks * layout.chunk_bytes
+    log = 2 * layout.log_limit * layout.record_bytes
+    free = durable.free_bytes(path)
+    if free < table + log:
+        warnings.warn(
+            f"{path}: once all rows are trained the table takes {table / 1e9:.1f} GB and its logs "
+            f"up to {log / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free",
+            stacklevel=5,
+        )

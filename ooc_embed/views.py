@@ -1,0 +1,123 @@
+"""A field of a table as something to index. Knows the table's fields; does not know autograd."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from .table import Table
+
+_BLOCK_ROWS = 1 << 16
+
+
+class RowView:
+    """A field of all rows, read and written by rows; never the whole table in memory.
+
+    ``view[5]`` is one row, ``view[rows]`` (a 1-d integer tensor, array or list) and ``view[a:b]``
+    are ``(n, D)`` tensors, copies. ``view[rows] = values`` writes; of a row that is named twice the
+    last value stays. `blocks` walks over all rows.
+
+    Attributes:
+        shape: ``(N, D)``; ``(N,)`` for ``version``.
+        dtype: of what indexing gives.
+    """
+
+    def __init__(self, table: Table, field: str) -> None:
+        self._table = table
+        self._field = field
+        span = table.spans[field]
+        rows, columns = table.manifest.num_embeddings, span.stop - span.start
+        # How often a row was written is a number, not a vector.
+        self._counts = field == "version"
+        self.shape = torch.Size((rows,) if self._counts else (rows, columns))
+        self.dtype = torch.int64 if self._counts else table.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"RowView({self._field}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __getitem__(self, key: Any) -> torch.Tensor:
+        rows = self._rows(key)
+        values = self._table.read(rows.reshape(-1), self._field)
+        if self._counts:
+            values = values.squeeze(1).to(torch.int64)
+        return values[0] if rows.dim() == 0 else values
+
+    def __setitem__(self, key: Any, values: Any) -> None:
+        if self._counts:
+            raise TypeError("versions count writes and cannot be set")
+        rows = self._rows(key)
+        values = torch.as_tensor(values, dtype=self.dtype, device="cpu").detach()
+        shape = (*rows.shape, *self.shape[1:])
+        try:
+            values = values.expand(shape).reshape(-1, *self.shape[1:])
+        except RuntimeError:
+            raise ValueError(
+                f"cannot write values of shape {tuple(values.shape)} to {shape}"
+            ) from None
+        rows, order = rows.reshape(-1).sort(stable=True)
+        last = torch.ones(len(rows), dtype=torch.bool)
+        last[:-1] = rows[1:] != rows[:-1]
+        self._table.assign(self._field, rows[last], values[order[last]])
+
+    def blocks(self, block_rows: int = _BLOCK_ROWS) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield ``(start, rows)`` from the first row to the last, ``block_rows`` at a time."""
+        if block_rows < 1:
+            raise ValueError(f"block_rows must be at least 1, got {block_rows}")
+        for start in range(0, len(self), block_rows):
+            yield start, self[start : start + block_rows]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        """Walk over the rows, one by one, as over a tensor."""
+        for _, block in self.blocks():
+            yield from block
+
+    def __array__(self, *args: Any, **kwargs: Any) -> np.ndarray:
+        raise TypeError(_whole(self._field))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        raise TypeError(f"{name}: {_whole('weight')}")
+
+    def _rows(self, key: Any) -> torch.Tensor:
+        """Row ids that a key names: ``(n,)`` or a scalar, checked."""
+        size = len(self)
+        if isinstance(key, slice):
+            return torch.arange(*key.indices(size))
+        if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
+            if not -size <= key < size:
+                raise IndexError(f"row {key} is out of range for a table of {size} rows")
+            return torch.tensor(int(key) % size)
+        if isinstance(key, (list, tuple)) and not len(key):
+            return torch.empty(0, dtype=torch.int64)
+        rows = torch.as_tensor(key)
+        if rows.dtype not in (torch.int32, torch.int64) or rows.dim() > 1:
+            raise TypeError(
+                f"rows must be an integer, a slice, or 1-d int32 or int64, got "
+                f"{rows.dim()}-d {rows.dtype}"
+            )
+        rows = rows.detach().cpu().to(torch.int64)
+        check_range(rows, size)
+        return rows
+
+
+def check_range(rows: torch.Tensor, size: int) -> None:
+    """Raise an IndexError that names the first row outside ``0 … size - 1``."""
+    if rows.numel():
+        low, high = (int(bound) for bound in torch.aminmax(rows))
+        if low < 0 or high >= size:
+            bad = low if low < 0 else high
+            raise IndexError(f"row {bad} is out of range for a table of {size} rows")
+
+
+def _whole(field: str) -> str:
+    return (
+        f"the table's {field} is on disk and no tensor. Index it ([rows], [a:b]), walk over its "
+        f"blocks(), or write [rows] = values; init= of the constructor sets the first values"
+    )

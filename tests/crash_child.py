@@ -1,0 +1,303 @@
+"""Processes that train a table and die, forked from one that has imported torch; knows no format.
+
+`Nursery` is the test's side; run as a script, this file is the other side. Over its stdin come
+lines of JSON, one child each; over its stdout go the child's pid, what the child reports, and how
+it ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+
+
+class Nursery:
+    """Starts children one at a time, lets them train and kills them at a random moment."""
+
+    def __init__(self) -> None:
+        environment = dict(os.environ)
+        paths = (str(HERE.parent), str(HERE), environment.get("PYTHONPATH", ""))
+        environment["PYTHONPATH"] = os.pathsep.join(paths)
+        environment["OMP_NUM_THREADS"] = "1"
+        self._server = subprocess.Popen(
+            [sys.executable, "-W", "error", __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+            bufsize=0,
+        )
+        self._buffer = b""
+
+    def close(self) -> None:
+        assert self._server.stdin is not None and self._server.stdout is not None
+        self._server.stdin.close()
+        self._server.wait()
+        self._server.stdout.close()
+
+    def start(self, task: str, **arguments: Any) -> int:
+        """The pid of a new child that runs one of TASKS."""
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps([task, arguments]).encode() + b"\n")
+        line = self._read_line(None)
+        assert line is not None and line[0] == "born", line
+        return int(line[1])
+
+    def next_event(self, timeout: float | None = None) -> list[Any] | None:
+        """What the child says next; None when it says nothing for that long."""
+        return self._read_line(timeout)
+
+    def rest(self) -> list[list[Any]]:
+        """All that the child still says; the last is ["died", status], negative for a signal."""
+        events = []
+        while not events or events[-1][0] != "died":
+            line = self._read_line(None)
+            assert line is not None
+            events.append(line)
+        return events
+
+    def run(self, task: str, **arguments: Any) -> list[list[Any]]:
+        self.start(task, **arguments)
+        return self.rest()
+
+    def run_and_kill(
+        self,
+        task: str,
+        rng: random.Random,
+        events: int,
+        delay: float,
+        after: str = "",
+        **arguments: Any,
+    ) -> list[list[Any]]:
+        """Kill the child some time below `delay` seconds after one of its first `events` reports.
+
+        With `after`, only reports of that name count: the kill falls into what they announce.
+        """
+        pid = self.start(task, **arguments)
+        heard: list[list[Any]] = []
+        left = rng.randrange(events) + 1
+        while left:
+            event = self._read_line(None)
+            assert event is not None
+            heard.append(event)
+            if event[0] == "died":
+                return heard
+            left -= not after or event[0] == after
+        # Waiting for the child's next words is waiting without sleeping; whatever it says is kept.
+        event = self._read_line(rng.random() * delay)
+        if event is not None:
+            heard.append(event)
+            if event[0] == "died":
+                return heard
+        os.kill(pid, signal.SIGKILL)
+        return heard + self.rest()
+
+    def _read_line(self, timeout: float | None) -> list[Any] | None:
+        assert self._server.stdout is not None
+        while b"\n" not in self._buffer:
+            if not select.select([self._server.stdout], [], [], timeout)[0]:
+                return None
+            data = os.read(self._server.stdout.fileno(), 65536)
+            assert data, "the process that forks the children ended"
+            self._buffer += data
+        line, self._buffer = self._buffer.split(b"\n", 1)
+        decoded: list[Any] = json.loads(line)
+        return decoded
+
+
+def report(*words: Any) -> None:
+    # One write below PIPE_BUF: lines of the child and of its parent never mix.
+    os.write(1, json.dumps(words).encode() + b"\n")
+
+
+def create(path: str, cache_bytes: int) -> Any:
+    """The table of tests/workload.py, with seeded initial rows."""
+    import torch
+    import workload
+
+    import ooc_embed
+
+    return ooc_embed.DiskEmbedding(
+        workload.ROWS,
+        workload.DIM,
+        path=path,
+        optimizer=ooc_embed.SparseAdam(lr=workload.LR),
+        seed=7,
+        cache_bytes=cache_bytes,
+        dtype=torch.float64,
+        chunk_rows=workload.CHUNK_ROWS,
+    )
+
+
+def _obtain(path: str, cache_bytes: int) -> Any:
+    import ooc_embed
+
+    if not (Path(path) / "zarr.json").exists():
+        return create(path, cache_bytes)
+    return ooc_embed.DiskEmbedding.open(path, cache_bytes=cache_bytes)
+
+
+def train_until_killed(path: str, seed: int, rounds: int, cache_bytes: int, flushes: bool) -> None:
+    """Go on from the last commit; tell of each step and each commit before and after it."""
+    import workload
+
+    emb = _obtain(path, cache_bytes)
+    report("opened", emb.step)
+    for index in range(emb.step, rounds):
+        played = workload.make_round(seed, index, flushes)
+        workload.play(emb, played)
+        report("step", emb.step)
+        if played.then:
+            report(played.then, emb.step)
+            getattr(emb, played.then)()
+            report("committed", emb.step)
+    os._exit(0)
+
+
+def create_and_say_so(path: str) -> None:
+    report("creating")
+    emb = create(path, 1 << 20)
+    report("created", emb.step)
+    os._exit(0)
+
+
+def train_through_interrupts(path: str, seed: int, rounds: int, cache_bytes: int) -> None:
+    """A KeyboardInterrupt leaves a step done or not begun: the table's step says what is next."""
+    import workload
+
+    emb = _obtain(path, cache_bytes)
+    report("opened", emb.step)
+    interrupts = 0
+    while emb.step < rounds:
+        try:
+            played = workload.make_round(seed, emb.step, flushes=False)
+            before = emb.step
+            workload.train(emb, played.ids, played.grads)
+            report("step", before + 1)
+            if played.then:
+                emb.commit()
+        except KeyboardInterrupt:
+            interrupts += 1
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    emb.close()
+    report("closed", interrupts)
+
+
+def train_and_leave(path: str, steps: int, ending: str, lr_check: float | None = None) -> None:
+    """`steps` gradients of one on row 1, then an end without close() of the given kind."""
+    import torch
+
+    import ooc_embed
+
+    emb: Any = ooc_embed.DiskEmbedding.open(path)
+    if lr_check is not None:
+        assert emb.optimizer.param_groups[0]["lr"] == lr_check
+    for _ in range(steps):
+        emb(torch.tensor([1])).sum().backward()
+    report("step", emb.step)
+    if ending == "close":
+        emb.close()
+    elif ending == "commit, then _exit":
+        emb.commit()
+        os._exit(0)
+    elif ending == "_exit":
+        os._exit(0)
+    elif ending == "exception":
+        raise RuntimeError("the user's script ends here")
+    elif ending == "sys.exit":
+        sys.exit(3)
+    elif ending == "cycle":
+        ring: dict[str, Any] = {"emb": emb}
+        ring["ring"] = ring
+
+
+def hold(path: str, mode: str = "r+", fork: bool = False) -> None:
+    """Keep a table open until killed; with `fork`, a grandchild outlives this process."""
+    import ooc_embed
+
+    emb: Any = ooc_embed.DiskEmbedding.open(path, mode=mode)
+    grandchild = 0
+    if fork:
+        grandchild = os.fork()
+        if grandchild == 0:
+            signal.pause()
+            os._exit(0)
+    report("holding", emb.step, grandchild)
+    signal.pause()
+
+
+def use_in_a_fork(path: str, mode: str) -> None:
+    """A fork tries everything with its table and exits as a script does; its parent goes on."""
+    import torch
+
+    import ooc_embed
+
+    emb: Any = ooc_embed.DiskEmbedding.open(path, mode=mode)
+    kept = emb(torch.tensor([1])).sum()
+    uses: dict[str, Callable[[], Any]] = {
+        "lookup": lambda: emb(torch.tensor([1])),
+        "view": lambda: emb.weight[0],
+        "assignment": lambda: emb.weight.__setitem__([0], torch.ones(1, emb.embedding_dim)),
+        "backward": kept.backward,
+        "commit": emb.commit,
+        "flush": emb.flush,
+    }
+    forked = os.fork()
+    if forked == 0:
+        for name, use in uses.items():
+            try:
+                use()
+            except Exception as error:
+                report("forked", name, type(error).__name__, str(error))
+            else:
+                report("forked", name, "", "")
+        sys.exit(0)
+    _, status = os.waitpid(forked, 0)
+    report("fork ended", os.waitstatus_to_exitcode(status))
+    if mode == "r+":
+        kept.backward()
+    report("step", emb.step)
+    emb.close()
+
+
+TASKS = {
+    "train": train_until_killed,
+    "create": create_and_say_so,
+    "interrupts": train_through_interrupts,
+    "leave": train_and_leave,
+    "hold": hold,
+    "use in a fork": use_in_a_fork,
+}
+
+
+def _serve() -> None:
+    """Read a task, fork its child, wait; a child returns from here, to exit as a script does."""
+    import torch
+    import workload
+
+    import ooc_embed
+
+    assert ooc_embed and workload
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        task, arguments = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            report("born", os.getpid())
+            TASKS[task](**arguments)
+            return
+        _, status = os.waitpid(pid, 0)
+        report("died", os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    _serve()

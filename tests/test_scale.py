@@ -1,0 +1,196 @@
+"""Tests that memory and disk follow what is touched and not the table's size, in processes of their own."""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zarr
+
+import ooc_embed
+
+# Anonymous memory is what the process itself allocates: pages of mapped files are not in it.
+PROBE = """
+import os, sys, threading, numpy as np, torch, ooc_embed
+
+class Peak(threading.Thread):
+    '''The largest anonymous memory seen, looked at all the time.'''
+
+    def __init__(self):
+        super().__init__(daemon=True)
+        self.bytes, self.over = 0, threading.Event()
+
+    def run(self):
+        while not self.over.wait(0.002):
+            self.look()
+
+    def look(self):
+        with open("/proc/self/status") as status:
+            kib = next(line.split()[1] for line in status if line.startswith("RssAnon"))
+        self.bytes = max(self.bytes, int(kib) * 1024)
+
+peak = Peak()
+peak.start()
+"""
+END = """
+peak.over.set()
+peak.join()
+peak.look()
+print(peak.bytes)
+"""
+ALLOWANCE = 400_000_000  # torch itself, its threads, and buffers that do not grow with the table
+
+
+def run_probe(body: str, *arguments: object, prefix: tuple[str, ...] = ()) -> int:
+    """Runs the script and gives back the peak of its anonymous memory in bytes."""
+    command = [*prefix, sys.executable, "-W", "error", "-c", PROBE + body + END]
+    command += [str(argument) for argument in arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, f"exit {result.returncode}: {result.stderr[-3000:]}"
+    return int(result.stdout)
+
+
+def disk_bytes(path: Path) -> int:
+    """What the store takes on disk; holes and reserved ranges that were never made do not count."""
+    return sum(file.stat().st_blocks * 512 for file in path.rglob("*"))
+
+
+needs_proc = pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="reads RssAnon from Linux's /proc"
+)
+
+
+# Creation
+
+
+def test_new_table_of_any_size_takes_no_disk(make_table):
+    """10 million rows of 128 are 15 GB of records; nothing of it is there yet."""
+    emb = make_table(10_000_000, 128)
+    assert disk_bytes(emb.path) < 2_000_000
+    assert not list((emb.path / "table").glob("c.*"))
+    assert zarr.open_group(emb.path, mode="r")["table"].shape == (10_000_000, 385)
+    emb.close()
+    assert disk_bytes(emb.path) < 2_000_000
+
+
+def test_few_rows_of_a_large_table_take_few_chunks(make_table):
+    emb = make_table(10_000_000, 16, chunk_rows=4096)
+    for ids in ([1], [4_095], [9_999_999, 5_000_000]):
+        emb(torch.tensor(ids)).sum().backward()
+    emb.flush()
+    chunks = {file.name for file in (emb.path / "table").glob("c.*")}
+    assert chunks == {"c.0.0", f"c.{9_999_999 // 4096}.0", f"c.{5_000_000 // 4096}.0"}
+    assert disk_bytes(emb.path) < 3 * 4096 * 49 * 4 + 4_000_000
+    table = zarr.open_group(emb.path, mode="r")["table"]
+    assert [int(table[row, -1]) for row in (0, 1, 9_999_999, 5_000_000)] == [0, 1, 1, 1]
+
+
+@needs_proc
+def test_creating_a_large_table_takes_its_map_of_rows_and_no_more(store_path):
+    rows = 20_000_000
+    body = f"""
+emb = ooc_embed.DiskEmbedding({rows}, 128, path=sys.argv[1], cache_bytes=1 << 20)
+emb.close()
+"""
+    assert run_probe(body, store_path) <= (1 << 20) + 8 * rows + ALLOWANCE
+
+
+# Training and importing
+
+
+@needs_proc
+def test_memory_in_training_is_the_cache_the_map_and_an_allowance(store_path):
+    """2 million rows of 64 are 1.5 GB of records; a third of them is trained."""
+    rows, cache_bytes = 2_000_000, 32_000_000
+    body = f"""
+emb = ooc_embed.DiskEmbedding({rows}, 64, path=sys.argv[1], cache_bytes={cache_bytes})
+for step in range(40):
+    emb(torch.randint(0, {rows}, (20_000,))).sum().backward()
+emb.close(flush=True)
+"""
+    assert run_probe(body, store_path) <= cache_bytes + 8 * rows + ALLOWANCE
+
+
+@needs_proc
+def test_memory_in_an_import_does_not_hold_the_table(store_path, tmp_path):
+    """The array is mapped from a file, so the weights that the process copies would show."""
+    rows, dim, cache_bytes = 2_000_000, 64, 32_000_000
+    given = np.lib.format.open_memmap(
+        tmp_path / "given.npy", mode="w+", dtype=np.float32, shape=(rows, dim)
+    )
+    given[::1000] = np.arange(rows // 1000, dtype=np.float32)[:, None]
+    given.flush()
+    body = f"""
+given = np.load(sys.argv[2], mmap_mode="r")
+emb = ooc_embed.DiskEmbedding(
+    {rows}, {dim}, path=sys.argv[1], init=given, cache_bytes={cache_bytes}
+)
+emb(torch.arange(0, {rows}, 1000)).sum().backward()
+total = sum(float(block.double().sum()) for _, block in emb.weight.blocks())
+emb.close(flush=True)
+"""
+    peak = run_probe(body, store_path, tmp_path / "given.npy")
+    assert peak <= cache_bytes + 8 * rows + ALLOWANCE
+    table = zarr.open_group(store_path, mode="r")["table"]
+    for row in (0, 1, 1000, 1_999_000, 1_999_999):
+        stepped = row % 1000 == 0
+        expected = given[row] - np.float32(0.001 * stepped)
+        np.testing.assert_allclose(table[row, :dim], expected, rtol=1e-6)
+        assert table[row, -1] == 1 + stepped
+
+
+# A table far larger than the memory there is
+
+
+@contextlib.contextmanager
+def memory_cgroup(limit_bytes: int) -> Iterator[Path]:
+    """A new cgroup with this limit, below this process's own, which no other process is in."""
+    groups = dict(line.split(":")[1:] for line in Path("/proc/self/cgroup").read_text().split())
+    mount = Path("/sys/fs/cgroup")
+    if "memory" in groups:
+        parent, limits = mount / "memory" / groups["memory"].strip("/"), "memory.limit_in_bytes"
+    else:
+        parent, limits = mount, "memory.max"  # a group with processes has no limited children
+    group = parent / f"ooc-embed-test-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / limits).write_text(str(limit_bytes))
+        yield group
+    finally:
+        group.rmdir()
+
+
+J1_ROWS, J1_STEPS = 20_000_000, 200
+
+
+@needs_proc
+def test_table_of_15_gigabytes_trains_in_1_gigabyte(store_path):
+    """Row 7 is in every batch of 4,096 with gradient 1, so each step moves it by lr."""
+    body = f"""
+emb = ooc_embed.DiskEmbedding(
+    {J1_ROWS}, 64, path=sys.argv[1], init="zeros", optimizer=ooc_embed.SparseAdam(lr=0.001)
+)
+for step in range({J1_STEPS}):
+    ids = torch.randint(8, {J1_ROWS}, (4096,))
+    ids[0] = 7
+    emb(ids).sum().backward()
+emb.close()
+"""
+    try:
+        with memory_cgroup(1_000_000_000) as group:
+            # The shell joins the group before it becomes the process.
+            enter = ("sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"))
+            run_probe(body, store_path, prefix=enter)
+    except OSError as error:
+        pytest.skip(f"no memory cgroup may be made here: {error}")
+    with ooc_embed.DiskEmbedding.open(store_path, mode="r", cache_bytes=1 << 20) as emb:
+        assert emb.step == J1_STEPS
+        assert int(emb.version[7]) == J1_STEPS
+        torch.testing.assert_close(
+            emb.weight[7], torch.full((64,), -0.001 * J1_STEPS), rtol=1e-4, atol=0
+        )
