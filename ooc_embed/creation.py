@@ -5,6 +5,7 @@ All checks come before the first write.
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from collections.abc import Iterable
@@ -32,7 +33,9 @@ def create_table(
     init: Any,
     seed: int,
     dtype: torch.dtype,
-    module: dict[str, Any],
+    max_norm: float | None,
+    norm_type: float,
+    scale_grad_by_freq: bool,
     cache_bytes: int | str,
     chunk_rows: int | None,
     overwrite: bool,
@@ -46,6 +49,10 @@ def create_table(
     """
     _check_sizes(*shape, chunk_rows)
     check_cache(cache_bytes)
+    if not isinstance(rule, rules.Rule):
+        raise TypeError(
+            f"optimizer must be a rule such as ooc_embed.SparseAdam(lr=1e-3), got {rule!r}"
+        )
     num_embeddings, embedding_dim = shape
     source = init if hasattr(init, "shape") else None
     if source is not None:
@@ -62,7 +69,11 @@ def create_table(
         rule=rules.to_json(rule),
         init=initializers.to_json(start),
         seed=_seed(seed),
-        module=module,
+        module={
+            "max_norm": None if max_norm is None else _number("max_norm", max_norm),
+            "norm_type": _number("norm_type", norm_type),
+            "scale_grad_by_freq": bool(scale_grad_by_freq),
+        },
         commit=Commit(
             number=0,
             step=0,
@@ -93,8 +104,7 @@ def _check_sizes(num_embeddings: int, embedding_dim: int, chunk_rows: int | None
     if chunk_rows is not None:
         sizes["chunk_rows"] = chunk_rows
     for name, size in sizes.items():
-        if isinstance(size, bool) or not isinstance(size, (int, np.integer)):
-            raise TypeError(f"{name} must be an integer, got {type(size).__name__}")
+        _check_integer(name, size)
         if size < 1:
             raise ValueError(f"{name} must be at least 1, got {size}")
     if chunk_rows is not None and chunk_rows % 1024:
@@ -110,14 +120,28 @@ def check_cache(cache_bytes: int | str) -> None:
         raise ValueError(f"cache_bytes must be at least 1, got {cache_bytes}")
 
 
+def _check_integer(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+
+
+def _number(name: str, value: float) -> float:
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    if math.isnan(value):
+        raise ValueError(f"{name} must be a number, got {value}")
+    return float(value)
+
+
 def _padding(padding_idx: int | None, num_embeddings: int) -> int | None:
     if padding_idx is None:
         return None
+    _check_integer("padding_idx", padding_idx)
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise ValueError(
             f"padding_idx must be within num_embeddings: got {padding_idx} for {num_embeddings}"
         )
-    return padding_idx % num_embeddings
+    return int(padding_idx) % num_embeddings
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
@@ -132,8 +156,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _seed(seed: int) -> int:
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
-        raise TypeError(f"seed must be an integer, got {type(seed).__name__}")
+    _check_integer("seed", seed)
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must fit into 64 bits, got {seed}")
     return int(seed)

@@ -16,7 +16,7 @@ import shutil
 import socket
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -253,7 +253,9 @@ class DirectoryLock:
     def name_holder(self) -> None:
         """Write who holds the lock."""
         facts = {"pid": os.getpid(), "host": socket.gethostname()}
-        self._holder.write_text(json.dumps(facts))
+        # It only serves an error message: a full disk must not keep anyone from opening.
+        with suppress(OSError):
+            self._holder.write_text(json.dumps(facts))
 
     def release(self) -> None:
         if self._fd >= 0:

@@ -108,11 +108,9 @@ class DiskEmbedding(nn.Module):
             init=init,
             seed=seed,
             dtype=dtype,
-            module={
-                "max_norm": None if max_norm is None else float(max_norm),
-                "norm_type": float(norm_type),
-                "scale_grad_by_freq": bool(scale_grad_by_freq),
-            },
+            max_norm=max_norm,
+            norm_type=norm_type,
+            scale_grad_by_freq=scale_grad_by_freq,
             cache_bytes=cache_bytes,
             chunk_rows=chunk_rows,
             overwrite=overwrite,
@@ -154,9 +152,10 @@ class DiskEmbedding(nn.Module):
         self.optimizer = TableOptimizer(
             table.rule, self.embedding_dim, manifest.commit.param_groups
         )
-        self.anchor = nn.Parameter(torch.empty(0, dtype=table.dtype), table.store.writable)
+        self.anchor = nn.Parameter(torch.empty(0, dtype=table.dtype))
         table_of = weakref.ref(table)
         self.anchor.register_post_accumulate_grad_hook(lambda anchor: _arm(table_of()))
+        self.anchor.requires_grad_(table.mode == "r+")
         self._finalizer = weakref.finalize(self, _close, table, self.optimizer)
 
     # Looking up
@@ -356,9 +355,12 @@ class DiskEmbedding(nn.Module):
         super().__setattr__(name, value)
 
     def __deepcopy__(self, memo: Any) -> Self:
+        return self.__copy__()
+
+    def __copy__(self) -> Self:
         raise TypeError(
-            f"a table on disk cannot be deep-copied; open {self.path} with mode='r', or copy the "
-            f"folder after close()"
+            f"a table on disk cannot be copied like a module; open {self.path} with mode='r', or "
+            f"copy the folder after close()"
         )
 
     def __reduce__(self) -> Any:

@@ -160,7 +160,7 @@ def evaluate(model: ComplEx, graph: Graph, triples: Tensor) -> Ranking:
     vectors = model.queries(questions)
     right = (vectors * model.entities(answers)).sum(dim=1)
     askers, known = _right_answers(questions, graph)
-    ranks = torch.ones(len(questions), dtype=torch.int64)
+    ranks = torch.ones(len(questions), dtype=torch.float64)
     for start, rows in model.entities.weight.blocks(_BLOCK_ROWS):
         if start >= graph.num_entities:
             break
@@ -172,8 +172,9 @@ def evaluate(model: ComplEx, graph: Graph, triples: Tensor) -> Ranking:
             asker = askers[low:high] - first
             here = (asker >= 0) & (asker < len(scores))
             scores[asker[here], known[low:high][here] - start] = -torch.inf
-            ranks[chunk] += (scores >= right[chunk, None]).sum(dim=1)
-    return Ranking((1 / ranks.double()).mean().item(), (ranks <= 10).double().mean().item())
+            # In place and in floats, which sum faster than booleans.
+            ranks[chunk] += scores.ge_(right[chunk, None]).sum(dim=1)
+    return Ranking((1 / ranks).mean().item(), (ranks <= 10).double().mean().item())
 
 
 def _questions(triples: Tensor, graph: Graph) -> tuple[Tensor, Tensor]:

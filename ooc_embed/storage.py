@@ -10,6 +10,7 @@ syncs them, names a manifest without that log, and only then deletes it.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -59,6 +60,9 @@ class Storage:
         self.manifest: Manifest = store.manifest
         self._cache = cache
         self._failed: str | None = None
+        # Chunk files whose content is known. Of an unfinished merge they have either content.
+        sealed = len(self.manifest.commit.logs) == 2
+        self._known_crc32 = {} if sealed else dict(self.manifest.checksums)
         layout = store.layout
         store.check_chunk_sizes()
         self._chunks = MappedRows(layout.num_chunks, layout.chunk_rows, layout.width, layout.dtype)
@@ -281,12 +285,12 @@ class Storage:
         checksums = dict(self.manifest.checksums)
         for index in newest.chunks():
             if index in self.manifest.checksums:
-                self.store.read_chunk(index, buffer)
+                self._read_known(index, buffer)
             else:
                 buffer[:] = 0
             rows, positions = newest.of_chunk(index)
             chunk[rows.numpy()] = log.gather(positions).numpy()
-            checksums[index] = self.store.write_chunk(index, chunk)
+            checksums[index] = self._known_crc32[index] = self.store.write_chunk(index, chunk)
             first = index * layout.chunk_rows
             with uninterrupted():
                 self._chunks.map_file(index, self.store.chunk_path(index))
@@ -298,7 +302,19 @@ class Storage:
         self.store.sync_table()
         commit = replace(self.manifest.commit, logs=(self._active.committed,))
         self._name(replace(self.manifest, commit=commit, checksums=checksums))
+        self._known_crc32 = checksums
         log.restart(self._active.state.generation + 1)
+
+    def _read_known(self, index: int, buffer: np.ndarray) -> None:
+        """Read a chunk that a merge goes on with, and see that nobody else has changed it."""
+        self.store.read_chunk(index, buffer)
+        expected = self._known_crc32.get(index)
+        found = zlib.crc32(buffer.data)
+        if expected is not None and found != expected:
+            raise CorruptStoreError(
+                f"{self.store.chunk_path(index)} was changed or damaged: it has the checksum "
+                f"{found:#010x}, {expected:#010x} was written. Nothing is merged into it"
+            )
 
     # Life
 

@@ -274,6 +274,11 @@ class Table:
 
         As torch does: by ``max_norm / (norm + 1e-7)``, in place, moments untouched.
         """
+        if not self._writer:
+            raise StoreError(
+                f"{self.store.path} is open to read, and max_norm={max_norm} would scale rows in "
+                f"it: open it with mode='r+', or read emb.weight[rows]"
+            )
         with self._writing():
             for start in range(0, len(rows), self.cache.slots):
                 slots = self._fetch(rows[start : start + self.cache.slots])

@@ -23,6 +23,7 @@ from .linkprediction import ComplEx, Graph
 from .rules import SparseAdam
 
 _LEARNING_RATE = 0.05
+_DENSE_LEARNING_RATE = 0.01
 _PENALTY = 0.1
 _STD = 0.3
 # The cache of the default run holds a tenth of the table: most rows are on disk at any moment.
@@ -47,9 +48,9 @@ class Settings:
 
     rows: int = 0
     dim: int = 128
-    steps: int = 2600
+    steps: int = 3900
     batch: int = 1024
-    negatives: int = 1024
+    negatives: int = 512
     commit_every: int = 500
     seed: int = 0
 
@@ -79,7 +80,7 @@ class Run:
         self.graph = graph
         self.entities = entities
         self.model = ComplEx(entities, graph.num_relations, _PENALTY, _STD, settings.seed)
-        self.dense = torch.optim.Adam(self.model.relations.parameters(), lr=_LEARNING_RATE)
+        self.dense = torch.optim.Adam(self.model.relations.parameters(), lr=_DENSE_LEARNING_RATE)
         if self.step:
             self._load_dense()
 
@@ -174,9 +175,9 @@ class Run:
         self.commit()
 
     def _take_step(self, triples: torch.Tensor, wrong: torch.Tensor) -> float:
-        rate = _LEARNING_RATE * (1 - self.step / self.settings.steps)
-        for group in (*self.entities.optimizer.param_groups, *self.dense.param_groups):
-            group["lr"] = rate
+        part_left = 1 - self.step / self.settings.steps
+        self.entities.optimizer.param_groups[0]["lr"] = _LEARNING_RATE * part_left
+        self.dense.param_groups[0]["lr"] = _DENSE_LEARNING_RATE * part_left
         loss = self.model(triples, wrong)
         self.dense.zero_grad()
         # Ctrl-C comes before the table's step or after the dense one, never between the two.

@@ -11,6 +11,7 @@ import torch
 from .table import Table
 
 _BLOCK_ROWS = 1 << 16
+_RULE = "use an integer, a slice, or a 1-d int32 or int64 tensor, array or list"
 
 
 class RowView:
@@ -94,14 +95,13 @@ class RowView:
             if not -size <= key < size:
                 raise IndexError(f"row {key} is out of range for a table of {size} rows")
             return torch.tensor(int(key) % size)
-        if isinstance(key, (list, tuple)) and not len(key):
+        if isinstance(key, list) and not key:
             return torch.empty(0, dtype=torch.int64)
+        if not isinstance(key, (torch.Tensor, np.ndarray, list)):
+            raise TypeError(f"rows cannot be named by {key!r}: {_RULE}")
         rows = torch.as_tensor(key)
         if rows.dtype not in (torch.int32, torch.int64) or rows.dim() > 1:
-            raise TypeError(
-                f"rows must be an integer, a slice, or 1-d int32 or int64, got "
-                f"{rows.dim()}-d {rows.dtype}"
-            )
+            raise TypeError(f"rows cannot be named by {rows.dim()}-d {rows.dtype}: {_RULE}")
         rows = rows.detach().cpu().to(torch.int64)
         check_range(rows, size)
         return rows

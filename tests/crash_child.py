@@ -7,6 +7,8 @@ it ended.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import random
@@ -37,6 +39,7 @@ class Nursery:
             bufsize=0,
         )
         self._buffer = b""
+        self._child = 0
 
     def close(self) -> None:
         assert self._server.stdin is not None and self._server.stdout is not None
@@ -46,11 +49,17 @@ class Nursery:
 
     def start(self, task: str, **arguments: Any) -> int:
         """The pid of a new child that runs one of TASKS."""
+        if self._child:
+            # A test that failed left it; whatever it still says is not for the next one.
+            os.kill(self._child, signal.SIGKILL)
+            self.rest()
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps([task, arguments]).encode() + b"\n")
         line = self._read_line(None)
-        assert line is not None and line[0] == "born", line
-        return int(line[1])
+        assert line is not None
+        assert line[0] == "born", line
+        self._child = int(line[1])
+        return self._child
 
     def next_event(self, timeout: float | None = None) -> list[Any] | None:
         """What the child says next; None when it says nothing for that long."""
@@ -111,7 +120,17 @@ class Nursery:
             self._buffer += data
         line, self._buffer = self._buffer.split(b"\n", 1)
         decoded: list[Any] = json.loads(line)
+        if decoded[0] == "died":
+            self._child = 0
         return decoded
+
+
+@functools.cache
+def nursery() -> Nursery:
+    """The one of this test run: it takes seconds to import torch."""
+    children = Nursery()
+    atexit.register(children.close)
+    return children
 
 
 def report(*words: Any) -> None:

@@ -405,12 +405,11 @@ with ooc_embed.DiskEmbedding.open(sys.argv[1]) as emb:
 """
 
 
-@pytest.mark.parametrize("flush", [False, True])
-def test_training_resumes_in_a_new_process_as_if_never_stopped(make_table, open_table, flush):
+def test_training_resumes_in_a_new_process_as_if_never_stopped(make_table, open_table):
     emb = adam_table(make_table)
     for _ in range(5):
         backward(emb, [1], [1])
-    emb.close(flush=flush)
+    emb.close()
     subprocess.run([sys.executable, "-W", "error", "-c", RESUME, str(emb.path)], check=True)
     again = open_table(emb.path)
     assert again.step == 6

@@ -475,7 +475,7 @@ def test_using_the_weight_as_a_tensor_is_an_error_and_changes_nothing(make_table
 
 
 @pytest.mark.parametrize(
-    "name", ["init.normal_", "assign Parameter", "F.linear", "tie to a Linear"]
+    "name", ["init.normal_", "assign Parameter", "F.linear"]
 )
 def test_error_for_the_usual_tensor_uses_says_what_to_do(make_table, name):
     with pytest.raises((TypeError, AttributeError), match=r"\[|rows|init=|blocks|lookup"):

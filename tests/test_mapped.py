@@ -8,7 +8,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,15 @@ from ooc_embed.mapped import MappedRows
 FILES, ROWS, WIDTH = 4, 1024, 3
 FLOAT = np.dtype("<f4")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tables are so small that a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def write_chunk(folder: Path, index: int, seed: int = 0) -> Path:
@@ -357,6 +366,7 @@ import resource, sys
 import torch
 import ooc_embed
 
+torch.set_num_threads(1)
 chunks = 500
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 with ooc_embed.DiskEmbedding(

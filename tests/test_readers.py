@@ -25,11 +25,18 @@ import ooc_embed
 from ooc_embed import DiskEmbedding, LockedError, StoreError, report
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tables are so small that a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[crash_child.Nursery]:
-    children = crash_child.Nursery()
-    yield children
-    children.close()
+def nursery() -> crash_child.Nursery:
+    return crash_child.nursery()
 
 
 @pytest.fixture(scope="module")

@@ -25,6 +25,15 @@ import ooc_embed
 from ooc_embed import DiskEmbedding
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tables are so small that a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def make(path: Path, rows: int = 5000, dim: int = 4, **options: Any) -> DiskEmbedding:
     options.setdefault("chunk_rows", 1024)
     return DiskEmbedding(rows, dim, path=path, **options)
@@ -154,10 +163,8 @@ def test_two_stores_have_different_ids(tmp_path: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[crash_child.Nursery]:
-    children = crash_child.Nursery()
-    yield children
-    children.close()
+def nursery() -> crash_child.Nursery:
+    return crash_child.nursery()
 
 
 def _fresh(emb: DiskEmbedding) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,29 @@ import workload
 from ooc_embed import DiskEmbedding
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """These tables are so small that a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class Journal:
     """What each file and folder held when it was last synced, as a power cut would leave it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.synced: dict[Path, object] = {}
+        self.synced: dict[Path, Any] = {}
         self.commits = 0
         self.deleted = 0
         self.root_synced = False
 
-    def now(self, place: Path) -> object:
-        """A folder's names without temporary ones, a file's time of last write and size."""
+    def now(self, place: Path) -> Any:
+        """A folder's names but temporary ones, a file's time of last write and size."""
         if place.is_dir():
-            return {name for name in os.listdir(place) if ".tmp" not in name}
+            return {(e.name, e.inode()) for e in os.scandir(place) if ".tmp" not in e.name}
         status = place.stat()
         return status.st_mtime_ns, status.st_size, status.st_ino
 
@@ -53,7 +62,8 @@ class Journal:
         assert place is not None
         if name in ("rename", "replace"):
             target = Path(arguments[1])
-            if target.parent == self.path / "table" or target == self.path / "zarr.json":
+            is_chunk = target.parent == self.path / "table" and target.name.startswith("c.")
+            if is_chunk or target == self.path / "zarr.json":
                 assert self.synced.get(place) == self.now(place), f"{place} was renamed unsynced"
             if target == self.path / "zarr.json":
                 self._check_everything_is_durable()
@@ -65,9 +75,9 @@ class Journal:
         """All that the new manifest can name: everything but the manifest itself."""
         for folder, _, names in os.walk(self.path):
             if Path(folder) != self.path:
-                assert self.synced.get(Path(folder)) == self.now(Path(folder)), (
-                    f"{folder} was not synced"
-                )
+                # That a file is gone need not be durable, only what is there.
+                missing = self.now(Path(folder)) - self.synced.get(Path(folder), set())
+                assert not missing, f"{folder} was not synced: {missing}"
             for name in names:
                 file = Path(folder, name)
                 if ".tmp" not in name and file != self.path / "zarr.json":
