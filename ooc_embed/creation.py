@@ -18,7 +18,7 @@ import torch
 from . import bulk, initializers, rules
 from ._version import __version__
 from .log import LogState
-from .manifest import VERSION_FIELD, Commit, Layout, Manifest
+from .manifest import VERSION_FIELD, Commit, Layout, Manifest, record_fields
 from .optimizer import TableOptimizer
 from .store import Store
 from .table import Table, field_spans
@@ -58,7 +58,7 @@ def create_table(
     if source is not None:
         bulk.check_source(source, shape)
     start = initializers.Zeros() if source is not None else initializers.from_name(init)
-    fields = {"weight": embedding_dim, **rule.fields(embedding_dim), VERSION_FIELD: 1}
+    fields = record_fields(embedding_dim, rule)
     manifest = Manifest(
         table_id=str(uuid.uuid4()),
         num_embeddings=num_embeddings,
@@ -74,15 +74,7 @@ def create_table(
             "norm_type": _number("norm_type", norm_type),
             "scale_grad_by_freq": bool(scale_grad_by_freq),
         },
-        commit=Commit(
-            number=0,
-            step=0,
-            rows_written=0 if source is None else num_embeddings,
-            param_groups=TableOptimizer(rule, embedding_dim, None).kept_param_groups(),
-            logs=(LogState(0),),
-            created=time.time(),
-            library=__version__,
-        ),
+        commit=_creation(rule, embedding_dim, 0 if source is None else num_embeddings),
     )
 
     def rows(layout: Layout) -> Iterable[np.ndarray]:
@@ -93,10 +85,25 @@ def create_table(
         path, manifest, chunk_rows, None if source is None else rows, overwrite=overwrite
     )
     try:
-        return Table(store, cache_bytes)
+        table = Table(store, cache_bytes)
+        store.name_holder()
+        return table
     except BaseException:
         store.close()
         raise
+
+
+def _creation(rule: rules.Rule, dim: int, rows_written: int) -> Commit:
+    """The commit that a table begins with."""
+    return Commit(
+        number=0,
+        step=0,
+        rows_written=rows_written,
+        param_groups=TableOptimizer(rule, dim, None).kept_param_groups(),
+        logs=(LogState(0),),
+        created=time.time(),
+        library=__version__,
+    )
 
 
 def _check_sizes(num_embeddings: int, embedding_dim: int, chunk_rows: int | None) -> None:

@@ -101,7 +101,7 @@ class DiskEmbedding(nn.Module):
     ) -> None:
         rule = rules.SparseAdam() if optimizer is None else optimizer
         table = creation.create_table(
-            Path(path),
+            Path(path).absolute(),
             (num_embeddings, embedding_dim),
             padding_idx=padding_idx,
             rule=rule,
@@ -135,7 +135,7 @@ class DiskEmbedding(nn.Module):
         """
         creation.check_cache(cache_bytes)
         self = cls.__new__(cls)
-        self._adopt(Table.open(Path(path), mode, cache_bytes))
+        self._adopt(Table.open(Path(path).absolute(), mode, cache_bytes))
         return self
 
     def _adopt(self, table: Table) -> None:
@@ -365,7 +365,7 @@ class DiskEmbedding(nn.Module):
 
     def __reduce__(self) -> Any:
         """Pickling carries the path: the copy opens read-only, at the newest commit."""
-        return (_open_to_read, (type(self), str(self.path.absolute())))
+        return (_open_to_read, (type(self), str(self.path)))
 
     def _replicate_for_data_parallel(self) -> Self:
         raise TypeError(

@@ -102,6 +102,11 @@ def to_json(init: Initializer) -> dict[str, Any]:
 
 
 def from_json(value: dict[str, Any]) -> Initializer:
+    """The initializer that `to_json` described.
+
+    Raises:
+        KeyError, TypeError, ValueError: it describes none.
+    """
     arguments = dict(value)
     return _KINDS[arguments.pop("name")](**arguments)
 

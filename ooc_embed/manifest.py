@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+from . import initializers, rules
 from .errors import FormatError
 from .log import ALIGNMENT, LogShape, LogState
 
@@ -16,6 +18,8 @@ _CHUNK_BYTES = 32 << 20
 _MOST_CHUNKS = 4096
 _LOG_ROWS_PER_FILE = 1 << 20
 _SMALLEST_LOG = 8 * ALIGNMENT
+
+_Value = TypeVar("_Value")
 
 
 @dataclass(frozen=True)
@@ -122,47 +126,94 @@ class Manifest:
             found = value.get("format") if isinstance(value, dict) else value
             raise FormatError(f"format {found!r} is not format {FORMAT}, which this version reads")
         try:
-            newest = value["commits"][-1]
-            commit = Commit(
-                number=int(newest["commit"]),
-                step=int(newest["step"]),
-                rows_written=int(newest["rows_written"]),
-                param_groups=list(newest["param_groups"]),
-                logs=tuple(LogState(**log) for log in newest["logs"]),
-                created=float(newest["created"]),
-                library=str(newest["library"]),
-            )
             manifest = cls(
-                table_id=str(value["table_id"]),
-                num_embeddings=int(value["num_embeddings"]),
-                embedding_dim=int(value["embedding_dim"]),
-                padding_idx=value["padding_idx"],
-                dtype=str(value["dtype"]),
-                fields={str(name): int(width) for name, width in value["fields"]},
+                table_id=_text(value["table_id"]),
+                num_embeddings=_integer(value["num_embeddings"], 1),
+                embedding_dim=_integer(value["embedding_dim"], 1),
+                padding_idx=_optional(_integer, value["padding_idx"]),
+                dtype=_text(value["dtype"]),
+                fields={_text(name): _integer(width, 1) for name, width in value["fields"]},
                 rule=dict(value["rule"]),
                 init=dict(value["init"]),
-                seed=int(value["seed"]),
-                module=dict(value["module"]),
-                commit=commit,
-                checksums={int(index): int(crc) for index, crc in value["chunk_crc32"].items()},
+                seed=_integer(value["seed"], -(2**63)),
+                module={
+                    "max_norm": _optional(_number, value["module"]["max_norm"]),
+                    "norm_type": _number(value["module"]["norm_type"]),
+                    "scale_grad_by_freq": bool(value["module"]["scale_grad_by_freq"]),
+                },
+                commit=_commit(value["commits"][-1]),
+                checksums={
+                    _integer(int(index)): _integer(crc)
+                    for index, crc in value["chunk_crc32"].items()
+                },
             )
+            manifest._check()
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise FormatError(f"the manifest is damaged: {error!r}") from error
-        manifest._check()
         return manifest
 
     def _check(self) -> None:
-        generations = [log.generation for log in self.commit.logs]
+        """Raise a ValueError where parts of the manifest contradict each other."""
+        rule = rules.from_json(self.rule)
+        initializers.from_json(self.init)
         if self.dtype not in ("float32", "float64"):
-            raise FormatError(f"dtype {self.dtype!r} is neither float32 nor float64")
-        if min(self.num_embeddings, self.embedding_dim, *self.fields.values()) < 1:
-            raise FormatError("the manifest names a size below 1")
-        if len(generations) not in (1, 2) or generations != list(
-            range(generations[0], generations[0] + len(generations))
-        ):
-            raise FormatError(f"log generations {generations} are not one or two in a row")
-        if any(log.records < 0 or log.generation < 0 for log in self.commit.logs):
-            raise FormatError(f"a log has a negative size: {self.commit.logs}")
+            raise ValueError(f"dtype {self.dtype!r} is neither float32 nor float64")
+        if self.fields != record_fields(self.embedding_dim, rule):
+            raise ValueError(
+                f"the fields {self.fields} are not those of {rule.name} for "
+                f"embedding_dim={self.embedding_dim}"
+            )
+        if self.padding_idx is not None and self.padding_idx >= self.num_embeddings:
+            raise ValueError(f"padding_idx {self.padding_idx} is no row")
+        generations = [log.generation for log in self.commit.logs]
+        if generations not in ([generations[0]], [generations[0], generations[0] + 1]):
+            raise ValueError(f"log generations {generations} are not one or two in a row")
+        for group in self.commit.param_groups:
+            rules.check_group(rule, group)
+
+
+def record_fields(dim: int, rule: rules.Rule) -> dict[str, int]:
+    """Field name to columns of a record, in order."""
+    return {"weight": dim, **rule.fields(dim), VERSION_FIELD: 1}
+
+
+def _commit(value: Any) -> Commit:
+    logs = tuple(
+        LogState(**{name: _integer(number) for name, number in log.items()})
+        for log in value["logs"]
+    )
+    (group,) = value["param_groups"]
+    return Commit(
+        number=_integer(value["commit"]),
+        step=_integer(value["step"]),
+        rows_written=_integer(value["rows_written"]),
+        param_groups=[dict(group)],
+        logs=logs,
+        created=_number(value["created"]),
+        library=_text(value["library"]),
+    )
+
+
+def _integer(value: Any, low: int = 0) -> int:
+    if type(value) is not int or not low <= value < 2**63:
+        raise ValueError(f"{value!r} is no integer from {low} on")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float):
+        raise ValueError(f"{value!r} is no number")
+    return float(value)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is no text")
+    return value
+
+
+def _optional(parse: Callable[[Any], _Value], value: Any) -> _Value | None:
+    return None if value is None else parse(value)
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,27 @@ def from_json(value: Mapping[str, Any]) -> Rule:
     return _RULES[arguments.pop("name")](**arguments)
 
 
+def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
+    """See that a param group holds values of the rule's kinds; lr may have become 0.
+
+    Raises:
+        KeyError, TypeError, ValueError: it does not.
+    """
+    for key, example in to_json(rule).items():
+        if key != "name":
+            _check_kind(key, group[key], example)
+
+
+def _check_kind(key: str, value: Any, example: Any) -> None:
+    if isinstance(example, list):
+        if len(value) != len(example):
+            raise ValueError(f"{key}={value!r} has not {len(example)} values")
+        for item, of in zip(value, example, strict=True):
+            _check_kind(key, item, of)
+    elif isinstance(value, bool) != isinstance(example, bool) or not math.isfinite(value):
+        raise ValueError(f"{key}={value!r} is no value like {example!r}")
+
+
 def plain(value: Any) -> Any:
     """A hyper-parameter as JSON holds it.
 

@@ -1,13 +1,13 @@
 """The store on disk: layout, manifest, creation, validation, lock and the commit's rename.
 
-Knows files and metadata; does not know which row is where. The only importer of zarr, which writes
-at creation and never again: it leaves temporary files in groups, and half-made folders warn.
+Knows files and metadata; does not know which row is where.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import warnings
 import zlib
 from collections.abc import Callable, Iterable
@@ -16,15 +16,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import zarr
 
 from . import durable
+from .arrays import array_facts, make_arrays, read_metadata
 from .errors import CorruptStoreError, FormatError
 from .log import ALIGNMENT
 from .manifest import Layout, Manifest
 
 ATTRIBUTE = "ooc_embed"
 _FOLDERS = ("table", "column", "log")
+# All files that a creation, finished or not, puts into its folder.
+_OURS = re.compile(
+    r"(table|column|log|log/[01]|log/[01]/(rows|records))"
+    r"/(zarr\.json|writer\.json|c\.\d+(\.0)?|c/0)(\.tmp|\.[0-9a-f]*\.partial)?"
+)
 
 
 class Store:
@@ -85,8 +90,7 @@ class Store:
         lock = durable.DirectoryLock(path, _holder(path))
         try:
             _clear(path)
-            _make_arrays(path, manifest, layout)
-            lock.name_holder()
+            make_arrays(path, manifest, layout)
             checksums = {}
             for index, chunk in enumerate(rows(layout) if rows else ()):
                 checksums[index] = _write_chunk(path, index, chunk)
@@ -118,12 +122,10 @@ class Store:
             return cls(path, None)
         lock = durable.DirectoryLock(path, _holder(path))
         try:
-            store = cls(path, lock)
+            return cls(path, lock)
         except BaseException:
             lock.close()
             raise
-        lock.name_holder()
-        return store
 
     def log_folder(self, generation: int) -> Path:
         return self.path / "log" / str(generation % 2)
@@ -151,6 +153,11 @@ class Store:
                         f"{path} has {len(buffer) - len(view):,} bytes, {len(buffer):,} expected"
                     )
                 view = view[count:]
+
+    def name_holder(self) -> None:
+        """Say in the error of a second writer who has the store."""
+        if self._lock is not None:
+            self._lock.name_holder()
 
     def logs_changed(self) -> bool:
         """Whether the manifest on disk names other logs than this object read."""
@@ -199,7 +206,8 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError):
             warnings.warn(f"{path} was damaged since the last commit: replaced", stacklevel=2)
             return {}
-        if found != self._written and attributes.get(ATTRIBUTE) != self.manifest.to_json():
+        written = json.loads(self._written)["attributes"][ATTRIBUTE]
+        if found != self._written and attributes.get(ATTRIBUTE) != written:
             warnings.warn(
                 f"{path} held another state than the last commit wrote: replaced", stacklevel=2
             )
@@ -221,25 +229,26 @@ class Store:
             raise FormatError(f"{path}: {error}") from error
 
     def _read_layout(self) -> Layout:
-        manifest = self.manifest
-        array = _open_array(self.path / "table")
-        layout = Layout(
-            manifest.num_embeddings, manifest.width, manifest.numpy_dtype, array.chunks[0]
-        )
-        expected = _array_shapes(layout)
-        for name, (shape, chunks, dtype) in expected.items():
-            array = _open_array(self.path / name)
-            found = (array.shape, array.chunks, np.dtype(array.dtype))
-            if found != (shape, chunks, np.dtype(dtype)):
-                raise FormatError(
-                    f"{self.path / name} has (shape, chunks, dtype) {found}, "
-                    f"the manifest asks for {(shape, chunks, np.dtype(dtype))}"
-                )
-        if layout.chunk_rows % ALIGNMENT:
-            raise FormatError(
-                f"{self.path / 'table'} has chunks of {layout.chunk_rows} rows, "
-                f"no multiple of {ALIGNMENT}"
-            )
+        manifest, path = self.manifest, self.path / "table"
+        try:
+            chunk_rows = int(read_metadata(path)["chunk_grid"]["configuration"]["chunk_shape"][0])
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise FormatError(f"{path / 'zarr.json'} is damaged: {error!r}") from error
+        if chunk_rows < 1 or chunk_rows % ALIGNMENT:
+            raise FormatError(f"{path} has chunks of {chunk_rows} rows, no multiple of {ALIGNMENT}")
+        layout = Layout(manifest.num_embeddings, manifest.width, manifest.numpy_dtype, chunk_rows)
+        for name, facts in array_facts(layout).items():
+            found = read_metadata(self.path / name)
+            for key, value in facts.items():
+                if found.get(key) != value:
+                    raise FormatError(
+                        f"{self.path / name / 'zarr.json'} has {key} {found.get(key)!r}, "
+                        f"the manifest asks for {value!r}"
+                    )
+        if any(log.records > layout.log.capacity for log in manifest.commit.logs):
+            raise FormatError(f"{self.path}: a log of the manifest is longer than its array")
+        if any(index >= layout.num_chunks for index in manifest.checksums):
+            raise FormatError(f"{self.path}: the manifest names a chunk behind the table's end")
         return layout
 
     def check_chunk_sizes(self) -> None:
@@ -307,14 +316,14 @@ def _what_is_there(path: Path) -> str:
         return "nothing"
     if not path.is_dir():
         return "foreign"
-    names = {entry.name for entry in path.iterdir()}
-    if "zarr.json" in names:
+    if (path / "zarr.json").exists():
         try:
             attributes = json.loads((path / "zarr.json").read_bytes())["attributes"]
             return "store" if ATTRIBUTE in attributes else "foreign"
         except (OSError, ValueError, KeyError, TypeError):
             return "foreign"
-    return "unfinished" if names <= set(_FOLDERS) else "foreign"
+    files = (str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir())
+    return "unfinished" if all(map(_OURS.fullmatch, files)) else "foreign"
 
 
 def _clear(path: Path) -> None:
@@ -323,65 +332,6 @@ def _clear(path: Path) -> None:
     for name in _FOLDERS:
         if (path / name).exists():
             durable.remove_tree(path / name)
-
-
-def _array_shapes(layout: Layout) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], str]]:
-    """Name to (shape, chunks, dtype) of each array but ``column``."""
-    dtype, log = layout.dtype.str, layout.log
-    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]] = {
-        "table": (
-            (layout.num_embeddings, layout.width),
-            (layout.chunk_rows, layout.width),
-            dtype,
-        )
-    }
-    for number in "01":
-        shapes[f"log/{number}/rows"] = ((log.capacity,), (log.rows_per_file,), "<i8")
-        shapes[f"log/{number}/records"] = (
-            (log.capacity, log.width),
-            (log.records_per_file, log.width),
-            dtype,
-        )
-    return shapes
-
-
-def _make_arrays(path: Path, manifest: Manifest, layout: Layout) -> None:
-    dimensions = {"table": ("row", "column"), "rows": ("position",)}
-    for name, (shape, chunks, dtype) in _array_shapes(layout).items():
-        kind = name.rsplit("/", 1)[-1]
-        zarr.create_array(
-            store=str(path / name),
-            shape=shape,
-            chunks=chunks,
-            dtype=dtype,
-            compressors=None,
-            filters=None,
-            fill_value=-1 if kind == "rows" else 0,
-            chunk_key_encoding={"name": "default", "separator": "."},
-            dimension_names=dimensions.get(kind, ("position", "column")),
-            zarr_format=3,
-        )
-    for name in ("log", "log/0", "log/1"):
-        zarr.create_group(store=str(path / name), zarr_format=3)
-    names = [name for name, width in manifest.fields.items() for _ in range(width)]
-    column = zarr.create_array(
-        store=str(path / "column"),
-        shape=(layout.width,),
-        chunks=(layout.width,),
-        dtype="str",
-        compressors=None,
-        dimension_names=("column",),
-        zarr_format=3,
-    )
-    column[:] = np.array(names, dtype=np.dtypes.StringDType())
-
-
-def _open_array(path: Path) -> zarr.Array[Any]:
-    try:
-        array = zarr.open_array(store=str(path), mode="r", zarr_format=3)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"{path} is no zarr array: {error}") from error
-    return array
 
 
 def _warn_if_short_of_space(path: Path, layout: Layout) -> None:

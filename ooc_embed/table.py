@@ -101,6 +101,7 @@ class Table:
                 table = cls(store, cache_bytes)
                 if store.writable:
                     table._storage.recover()
+                    store.name_holder()
                     return table
             except CorruptStoreError:
                 if store.writable or not store.logs_changed():

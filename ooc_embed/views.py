@@ -90,7 +90,7 @@ class RowView:
         """Row ids that a key names: ``(n,)`` or a scalar, checked."""
         size = len(self)
         if isinstance(key, slice):
-            return torch.arange(*key.indices(size))
+            return torch.from_numpy(np.arange(*key.indices(size)))
         if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
             if not -size <= key < size:
                 raise IndexError(f"row {key} is out of range for a table of {size} rows")

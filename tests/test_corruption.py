@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import os
 import shutil
@@ -245,8 +246,11 @@ def test_a_chunk_that_the_manifest_does_not_list_is_not_taken_for_rows(store: Pa
     assert any("c.4.0" in str(problem) for problem in report.verify(store))
 
 
-def test_the_store_opens_again_once_the_file_is_back(store: Path) -> None:
-    file = a_table_chunk(store)
+@pytest.mark.parametrize("find", FILES)
+def test_the_store_opens_again_once_the_file_is_back(
+    store: Path, find: Callable[[Path], Path]
+) -> None:
+    file = find(store)
     data = file.read_bytes()
     DiskEmbedding.open(store).close()
     descriptors = len(os.listdir("/proc/self/fd"))
@@ -254,10 +258,11 @@ def test_the_store_opens_again_once_the_file_is_back(store: Path) -> None:
         file.unlink()
         with pytest.raises(CorruptStoreError):
             DiskEmbedding.open(store, mode=mode)
-        file.write_bytes(data)
+        gc.collect()
         # Nothing of the refused open is left over: no lock, no mapping, no descriptor.
         assert str(store) not in Path("/proc/self/maps").read_text()
         assert len(os.listdir("/proc/self/fd")) == descriptors
+        file.write_bytes(data)
         with DiskEmbedding.open(store) as emb:
             assert emb.step == 4
 

@@ -378,8 +378,8 @@ with ooc_embed.DiskEmbedding(
     emb.flush()
 with ooc_embed.DiskEmbedding.open(sys.argv[1]) as emb:
     weight = emb.weight[:]
-    assert (weight[::512] < -0.05).all(), weight[::512].max()
-    assert int((weight != 0).sum()) == chunks * 2
+    assert (weight[::512] < 0).all()
+    assert int((weight != 0).sum()) == len(weight) // 512
 """
 
 

@@ -437,20 +437,22 @@ def run_threads(*bodies: Callable[[], None]) -> None:
     assert failed == []
 
 
-def signs(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).choice([-1.0, 1.0], size=(500, 4))
+def signs(seed: int, steps: int) -> np.ndarray:
+    return np.random.default_rng(seed).choice([-1.0, 1.0], size=(steps, 4))
 
 
-def step_often(emb: DiskEmbedding, rows: np.ndarray, seed: int) -> None:
-    """500 steps, each on one eighth of `rows`."""
-    for number, sign in enumerate(signs(seed)):
+def step_often(emb: DiskEmbedding, rows: np.ndarray, seed: int, steps: int = 500) -> None:
+    """Steps on one eighth of `rows` each."""
+    for number, sign in enumerate(signs(seed, steps)):
         ids = torch.from_numpy(rows[number % 8 :: 8])
         workload.train(emb, ids, torch.from_numpy(np.tile(sign, (len(ids), 1))))
 
 
-def walked(rows: np.ndarray, seed: int, weight: np.ndarray, version: np.ndarray) -> None:
+def walked(
+    rows: np.ndarray, seed: int, weight: np.ndarray, version: np.ndarray, steps: int = 500
+) -> None:
     """What `step_often` does to weights and versions, by numpy."""
-    for number, sign in enumerate(signs(seed)):
+    for number, sign in enumerate(signs(seed, steps)):
         weight[rows[number % 8 :: 8]] -= 0.01 * sign
         version[rows[number % 8 :: 8]] += 1
 
@@ -492,7 +494,7 @@ def test_commits_flushes_and_reads_of_other_threads_disturb_no_training(tmp_path
 
         def train() -> None:
             try:
-                step_often(emb, rows, 5)
+                step_often(emb, rows, 5, steps=150)
             finally:
                 done.set()
 
@@ -511,10 +513,10 @@ def test_commits_flushes_and_reads_of_other_threads_disturb_no_training(tmp_path
                 assert (found - found.round()).abs().max() < 1e-6
 
         run_threads(train, save, look)
-        assert emb.step == 500
+        assert emb.step == 150
         emb.flush()
     weight, version = np.zeros((3000, 4)), np.zeros(3000)
-    walked(rows, 5, weight, version)
+    walked(rows, 5, weight, version, steps=150)
     table = np.asarray(zarr.open_group(path, mode="r")["table"][:])
     np.testing.assert_allclose(table[:, :4], weight, atol=1e-9)
     np.testing.assert_array_equal(table[:, 12], version)

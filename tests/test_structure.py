@@ -22,6 +22,7 @@ LAYERS = (
     ("mapped", "blocks"),
     ("cache", "log"),
     ("manifest", "merge"),
+    ("arrays",),
     ("store",),
     ("storage", "bulk"),
     ("table",),
@@ -132,9 +133,9 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         visit(name, ())
 
 
-def test_only_the_store_imports_zarr_among_core_modules() -> None:
+def test_only_arrays_imports_zarr_among_core_modules() -> None:
     assert [name for name in CORE if name in MODULES and "zarr" in outside_imports(name)] == [
-        "store"
+        "arrays"
     ]
 
 

@@ -1,0 +1,95 @@
+"""The zarr arrays of a store: their metadata and creation. Knows zarr; knows no rows.
+
+The only importer of zarr, which writes at creation and never again: it leaves temporary files in
+groups, and half-made folders warn.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zarr
+
+from .errors import FormatError
+from .manifest import Layout, Manifest
+
+
+def _array_shapes(layout: Layout) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], str]]:
+    """Name to (shape, chunks, dtype) of each array but ``column``."""
+    dtype, log = layout.dtype.str, layout.log
+    shapes: dict[str, tuple[tuple[int, ...], tuple[int, ...], str]] = {
+        "table": (
+            (layout.num_embeddings, layout.width),
+            (layout.chunk_rows, layout.width),
+            dtype,
+        )
+    }
+    for number in "01":
+        shapes[f"log/{number}/rows"] = ((log.capacity,), (log.rows_per_file,), "<i8")
+        shapes[f"log/{number}/records"] = (
+            (log.capacity, log.width),
+            (log.records_per_file, log.width),
+            dtype,
+        )
+    return shapes
+
+
+def make_arrays(path: Path, manifest: Manifest, layout: Layout) -> None:
+    dimensions = {"table": ("row", "column"), "rows": ("position",)}
+    for name, (shape, chunks, dtype) in _array_shapes(layout).items():
+        kind = name.rsplit("/", 1)[-1]
+        zarr.create_array(
+            store=str(path / name),
+            shape=shape,
+            chunks=chunks,
+            dtype=dtype,
+            compressors=None,
+            filters=None,
+            fill_value=-1 if kind == "rows" else 0,
+            chunk_key_encoding={"name": "default", "separator": "."},
+            dimension_names=dimensions.get(kind, ("position", "column")),
+            zarr_format=3,
+        )
+    for name in ("log", "log/0", "log/1"):
+        zarr.create_group(store=str(path / name), zarr_format=3)
+    names = [name for name, width in manifest.fields.items() for _ in range(width)]
+    column = zarr.create_array(
+        store=str(path / "column"),
+        shape=(layout.width,),
+        chunks=(layout.width,),
+        dtype="str",
+        compressors=None,
+        dimension_names=("column",),
+        zarr_format=3,
+    )
+    column[:] = np.array(names, dtype=np.dtypes.StringDType())
+
+
+def array_facts(layout: Layout) -> dict[str, dict[str, Any]]:
+    """What the metadata of each array must say, so that rows are where we look for them."""
+    return {
+        name: {
+            "zarr_format": 3,
+            "node_type": "array",
+            "shape": list(shape),
+            "data_type": np.dtype(dtype).name,
+            "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunks)}},
+            "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+            "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
+        }
+        for name, (shape, chunks, dtype) in _array_shapes(layout).items()
+    }
+
+
+def read_metadata(folder: Path) -> dict[str, Any]:
+    path = folder / "zarr.json"
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise FormatError(f"{path} holds {value!r}")
+    return value
