@@ -33,7 +33,9 @@ class BlockUpdate:
         self._version = spans["version"].start
         step = _PADDING_BYTES // dtype.itemsize
         self._whole = {
-            name: torch.zeros(BLOCK_ROWS, -(-(span.stop - span.start) // step) * step, dtype=dtype)
+            name: torch.zeros(
+                BLOCK_ROWS, -(-(span.stop - span.start) // step) * step, dtype=dtype, device="cpu"
+            )
             for name, span in [*self._spans.items(), ("grad", spans["weight"])]
         }
         widths = {name: span.stop - span.start for name, span in self._spans.items()}
@@ -78,9 +80,12 @@ class BlockUpdate:
         count = len(slots)
         for name, span in self._spans.items():
             torch.index_select(records[:, span], 0, slots, out=self._parts[name][:count])
-        self._parts["grad"][:count] = grads
         fields = {name: buffer[:count] for name, buffer in self._whole.items()}
         weight, grad = fields.pop("weight"), fields.pop("grad")
+        if grad.shape == grads.shape:  # nothing to pad
+            grad = grads
+        else:
+            self._parts["grad"][:count] = grads
         self._rule.update(weight, grad, fields, step, group)
         for name, span in self._spans.items():
             records[:, span].index_copy_(0, slots, self._parts[name][:count])

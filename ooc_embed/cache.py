@@ -8,6 +8,7 @@ when the row leaves: 0 or -(p + 1).
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -15,18 +16,24 @@ import torch
 # Beside its record a slot has: row (8 bytes), home (8), used (4), free (4), dirty (1).
 SLOT_BYTES = 25
 _SAMPLE = 4096
+_UNUSED = 2**31 - 1
+# So many dirty slots are sorted at once; of more, the map is walked through in blocks of rows.
+_SORTED_SLOTS = 1 << 22
+_BLOCK_ROWS = 1 << 20
 _EVICTED_SHARE = 8
 _INT32_POSITIONS = 2**31 - 1
 # The part of the memory a process may use that a cache takes by default.
 _AUTO_SHARE = 4
 
 
-def automatic_bytes(table_bytes: int) -> int:
-    """The default size of a cache: a quarter of the memory that this process may use.
+def slots_for(cache_bytes: int | str, num_rows: int, record_bytes: int) -> int:
+    """How many slots fit into ``cache_bytes``; never more than the table has rows.
 
-    Never more than the table takes.
+    ``"auto"`` is a quarter of the memory that this process may use.
     """
-    return min(usable_memory() // _AUTO_SHARE, table_bytes)
+    if isinstance(cache_bytes, str):
+        cache_bytes = usable_memory() // _AUTO_SHARE
+    return max(1, min(cache_bytes // (record_bytes + SLOT_BYTES), num_rows))
 
 
 def usable_memory() -> int:
@@ -83,17 +90,17 @@ class RowCache:
     ) -> None:
         index = torch.int32 if max(positions, slots) < _INT32_POSITIONS else torch.int64
         self.slots = slots
-        self.records = torch.empty(slots, width, dtype=dtype)
-        self.where = torch.zeros(num_rows, dtype=index)
-        self.row = torch.zeros(slots, dtype=torch.int64)
-        self.home = torch.zeros(slots, dtype=index)
-        self.dirty = torch.zeros(slots, dtype=torch.bool)
-        self._used = torch.zeros(slots, dtype=torch.int32)
-        self._free = torch.arange(slots - 1, -1, -1, dtype=torch.int32)
+        self.records = torch.empty(slots, width, dtype=dtype, device="cpu")
+        self.where = torch.zeros(num_rows, dtype=index, device="cpu")
+        self.row = torch.zeros(slots, dtype=torch.int64, device="cpu")
+        self.home = torch.zeros(slots, dtype=index, device="cpu")
+        self.dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")
+        self._used = torch.full((slots,), _UNUSED, dtype=torch.int32, device="cpu")
+        self._free = torch.arange(slots - 1, -1, -1, dtype=torch.int32, device="cpu")
         self._num_free = slots
         self._tick = 0
         # Choices of victims must not disturb the user's random numbers.
-        self._generator = torch.Generator()
+        self._generator = torch.Generator(device="cpu")
         self._generator.manual_seed(0)
 
     @property
@@ -107,7 +114,7 @@ class RowCache:
     def begin_batch(self, slots: torch.Tensor) -> None:
         """Start a batch that uses these slots already: they are no victims."""
         self._tick += 1
-        self._used[slots] = self._tick
+        self._used.index_fill_(0, slots, self._tick)
 
     def victims(self, count: int) -> torch.Tensor:
         """Choose at least ``count`` slots that the batch does not use, longest unused first.
@@ -118,24 +125,25 @@ class RowCache:
 
         The age from which slots go is estimated from a sample: exact would be a sort of the cache.
         """
-        candidates = (self.occupied() & (self._used < self._tick)).nonzero().squeeze(1)
-        wanted = min(max(count, self.slots // _EVICTED_SHARE), len(candidates))
-        ages = self._used.index_select(0, candidates)
-        if len(candidates) > wanted:
-            drawn = torch.randint(len(ages), (min(_SAMPLE, len(ages)),), generator=self._generator)
-            sample = ages.index_select(0, drawn).sort().values
-            limit = sample[min(len(sample) - 1, len(sample) * wanted // len(ages))]
-            old = (ages <= limit).nonzero().squeeze(1)
-            if len(old) < count:
-                old = ages.argsort(stable=True)
-            candidates = candidates.index_select(0, old[:wanted])
-        return candidates.index_select(0, self.row.index_select(0, candidates).argsort())
+        wanted = max(count, self.slots // _EVICTED_SHARE)
+        drawn = torch.randint(self.slots, (_SAMPLE,), generator=self._generator, device="cpu")
+        ages = self._used.index_select(0, drawn)
+        ages = ages[ages < self._tick].sort().values
+        share = wanted / (self.slots - self._num_free)
+        old = torch.empty(0, dtype=torch.int64, device="cpu")
+        if share < 1 and len(ages):
+            old = (self._used <= ages[int(share * len(ages))]).nonzero().squeeze(1)
+        if len(old) < count:
+            old = (self._used < self._tick).nonzero().squeeze(1)
+            old = old[self._used.index_select(0, old).argsort(stable=True)]
+        return self._by_row(old[:wanted])
+
+    def _by_row(self, slots: torch.Tensor) -> torch.Tensor:
+        return slots.index_select(0, self.row.index_select(0, slots).argsort())
 
     def occupied(self) -> torch.Tensor:
         """Which slots hold a row: ``(slots,) bool``."""
-        known = torch.ones(self.slots, dtype=torch.bool)
-        known[self._free[: self._num_free].to(torch.int64)] = False
-        return known
+        return self._used != _UNUSED
 
     def release(self, slots: torch.Tensor) -> None:
         """Let the rows of these slots go to their homes; the slots are free then."""
@@ -152,12 +160,15 @@ class RowCache:
         self.where[rows] = self._homes(position, len(rows))
 
     def _set_free(self, slots: torch.Tensor) -> None:
-        self.dirty[slots] = False
+        self.dirty.index_fill_(0, slots, False)
+        self._used.index_fill_(0, slots, _UNUSED)
         self._free[self._num_free : self._num_free + len(slots)] = slots.to(torch.int32)
         self._num_free += len(slots)
 
     def _homes(self, position: int, count: int) -> torch.Tensor:
-        return -torch.arange(position + 1, position + 1 + count, dtype=self.where.dtype)
+        return -torch.arange(
+            position + 1, position + 1 + count, dtype=self.where.dtype, device="cpu"
+        )
 
     def free_slots(self, count: int) -> torch.Tensor:
         """``(count,) int64`` free slots; they stay free until `insert`."""
@@ -167,19 +178,33 @@ class RowCache:
         """Give the slots that `free_slots` named to these rows, whose records are there now."""
         self.row[slots] = rows
         self.home[slots] = homes
-        self._used[slots] = self._tick
+        self._used.index_fill_(0, slots, self._tick)
         self.where[rows] = (slots + 1).to(self.where.dtype)
         self._num_free -= len(slots)
 
-    def dirty_slots(self) -> torch.Tensor:
-        """Slots whose records are newer than any stored one, in the order of their rows."""
-        slots = self.dirty.nonzero().squeeze(1)
-        return slots.index_select(0, self.row.index_select(0, slots).argsort())
+    def mark_dirty(self, slots: torch.Tensor) -> None:
+        """The records of these slots are newer than any stored ones."""
+        self.dirty.index_fill_(0, slots, True)
+
+    def dirty_slots(self) -> Iterator[torch.Tensor]:
+        """Yield slots whose records are newer than any stored one, in the order of their rows."""
+        if int(self.dirty.count_nonzero()) <= _SORTED_SLOTS:
+            yield self._by_row(self.dirty.nonzero().squeeze(1))
+            return
+        for start in range(0, len(self.where), _BLOCK_ROWS):
+            part = self.where[start : start + _BLOCK_ROWS]
+            slots = part[part > 0].to(torch.int64) - 1
+            yield slots[self.dirty.index_select(0, slots)]
 
     def stored(self, slots: torch.Tensor, position: int) -> None:
         """The records of these slots, in this order, are in the logs from ``position`` on."""
         self.home[slots] = self._homes(position, len(slots))
-        self.dirty[slots] = False
+        self.dirty.index_fill_(0, slots, False)
+
+    def stored_at(self, rows: slice, low: int, high: int) -> torch.Tensor:
+        """Those of the rows that are not in the cache, and are at positions ``low`` to ``high``."""
+        where, start = self.where[rows], int(rows.start)
+        return ((where < -low) & (where >= -high)).nonzero().squeeze(1) + start
 
     def moved(self, rows: slice, low: int, high: int) -> None:
         """Rows whose newest stored record is at positions ``low`` to ``high`` are in the table."""

@@ -94,8 +94,12 @@ def replace(path: Path, data: bytes, temporary: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Create a folder whose parents exist or are created too; an existing one is kept."""
-    path.mkdir(parents=True, exist_ok=True)
+    """Create a folder, and its parents, durably; an existing one is kept."""
+    if path.is_dir():
+        return
+    make_directory(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_directory(path.parent)
 
 
 def remove(path: Path) -> None:
@@ -166,8 +170,7 @@ class AppendFile:
         path: the file; with ``create`` it must not exist, without it must have been `allocate`-d.
         nbytes: its size.
 
-    Attributes:
-        direct: whether O_DIRECT works here; where the file system refuses it, writes are buffered.
+    Where the file system refuses O_DIRECT, all writes are buffered.
     """
 
     def __init__(self, path: Path, nbytes: int, *, create: bool = False) -> None:
@@ -177,16 +180,10 @@ class AppendFile:
         try:
             if create:
                 _reserve(self._fd, nbytes)
-            if hasattr(os, "O_DIRECT"):
-                self._direct_fd = os.open(path, os.O_WRONLY | os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                self.close()
-                raise
-
-    @property
-    def direct(self) -> bool:
-        return self._direct_fd >= 0
+            self._direct_fd = _open_direct(path, os.O_WRONLY)
+        except BaseException:
+            self.close()
+            raise
 
     def write(self, offset: int, data: np.ndarray, *, direct: bool = False) -> None:
         """Write ``data`` (contiguous) at ``offset``; for ``direct`` both are whole pages."""
@@ -211,6 +208,26 @@ class AppendFile:
             if fd >= 0:
                 os.close(fd)
         self._fd = self._direct_fd = -1
+
+
+def writes_directly(path: Path) -> bool:
+    """Whether the file system of this file takes reads and writes past the page cache."""
+    fd = _open_direct(path, os.O_RDONLY)
+    if fd >= 0:
+        os.close(fd)
+    return fd >= 0
+
+
+def _open_direct(path: Path, flags: int) -> int:
+    """A descriptor past the page cache, or -1 where the file system refuses one."""
+    if not hasattr(os, "O_DIRECT"):
+        return -1
+    try:
+        return os.open(path, flags | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return -1
 
 
 def _reserve(fd: int, nbytes: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import torch
@@ -12,10 +12,11 @@ from torch import nn
 
 from . import creation, passes, rules
 from .errors import StoreError
+from .ids import check_range, flat_ids
 from .manifest import VERSION_FIELD
 from .optimizer import TableOptimizer
 from .table import Table
-from .views import RowView, check_range
+from .views import RowView
 
 
 class DiskEmbedding(nn.Module):
@@ -153,10 +154,15 @@ class DiskEmbedding(nn.Module):
             table.rule, self.embedding_dim, manifest.commit.param_groups
         )
         self.anchor = nn.Parameter(torch.empty(0, dtype=table.dtype))
-        table_of = weakref.ref(table)
-        self.anchor.register_post_accumulate_grad_hook(lambda anchor: _arm(table_of()))
+        self._hook_anchor()
         self.anchor.requires_grad_(table.mode == "r+")
         self._finalizer = weakref.finalize(self, _close, table, self.optimizer)
+
+    def _hook_anchor(self) -> None:
+        """Have the anchor say which backward passes are steps; again if it was replaced."""
+        self._hooked = weakref.ref(self.anchor)
+        table_of = weakref.ref(self._table)
+        self.anchor.register_post_accumulate_grad_hook(lambda anchor: _arm(table_of()))
 
     # Looking up
 
@@ -174,10 +180,12 @@ class DiskEmbedding(nn.Module):
             TypeError: no tensor, or of another dtype.
             IndexError: an id below 0 or not below ``num_embeddings``.
         """
-        ids = _ids(input)
+        ids = flat_ids(input)
         check_range(ids, self.num_embeddings)
         # Evaluation must not write, and bringing rows into the cache can push others to disk.
         learning = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
+        if self.anchor.requires_grad and self._hooked() is not self.anchor:
+            self._hook_anchor()
         with torch.no_grad():
             unique, inverse, order, starts = passes.sort_rows(ids)
             if self.max_norm is not None:
@@ -207,16 +215,16 @@ class DiskEmbedding(nn.Module):
 
     @property
     def weight(self) -> RowView:
-        return RowView(self._table, "weight")
+        return RowView(self._table, "weight", self)
 
     @property
     def state(self) -> dict[str, RowView]:
         names = (name for name in self._table.spans if name not in ("weight", VERSION_FIELD))
-        return {name: RowView(self._table, name) for name in names}
+        return {name: RowView(self._table, name, self) for name in names}
 
     @property
     def version(self) -> RowView:
-        return RowView(self._table, VERSION_FIELD)
+        return RowView(self._table, VERSION_FIELD, self)
 
     @property
     def step(self) -> int:
@@ -269,12 +277,7 @@ class DiskEmbedding(nn.Module):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     # Living in a model
@@ -383,15 +386,10 @@ def _arm(table: Table | None) -> None:
 
 
 def _close(table: Table, optimizer: TableOptimizer) -> None:
-    table.close(optimizer.kept_param_groups())
-
-
-def _ids(ids: torch.Tensor) -> torch.Tensor:
-    """The ids, flat, int64, on the CPU."""
-    if not isinstance(ids, torch.Tensor):
-        raise TypeError(
-            f"ids must be a tensor, got {type(ids).__name__}: torch.as_tensor(ids) makes one"
-        )
-    if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"ids must be int32 or int64, got {ids.dtype}: use ids.long()")
-    return ids.detach().reshape(-1).to(device="cpu", dtype=torch.int64)
+    """Close a table whose module is gone: nobody is there to mend a hyper-parameter."""
+    try:
+        param_groups = optimizer.kept_param_groups()
+    except (TypeError, ValueError) as error:
+        warnings.warn(f"{table.store.path}: {error}; the last ones stay", stacklevel=2)
+        param_groups = table.manifest.commit.param_groups
+    table.close(param_groups)

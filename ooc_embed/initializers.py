@@ -71,7 +71,7 @@ class Zeros:
     name: ClassVar[str] = "zeros"
 
     def rows(self, rows: torch.Tensor, dim: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.zeros(len(rows), dim, dtype=dtype)
+        return torch.zeros(len(rows), dim, dtype=dtype, device="cpu")
 
 
 Initializer = Normal | Uniform | Zeros
@@ -115,7 +115,7 @@ def _in_blocks(
     rows: torch.Tensor, dim: int, dtype: torch.dtype, block: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Fill ``(len(rows), dim)`` by blocks whose temporaries stay in the processor's cache."""
-    out = torch.empty(len(rows), dim, dtype=dtype)
+    out = torch.empty(len(rows), dim, dtype=dtype, device="cpu")
     for start in range(0, len(rows), _BLOCK_ROWS):
         part = rows[start : start + _BLOCK_ROWS]
         out[start : start + len(part)] = block(part)[:, :dim]
@@ -130,7 +130,7 @@ def _uniform_pairs(
     float32 values carry 24 random bits (the first 32, where Box-Muller's tail needs them); float64
     values carry 53, from two counters.
     """
-    counter = rows[:, None] * half + torch.arange(half)
+    counter = rows[:, None] * half + torch.arange(half, device="cpu")
     if dtype == torch.float64:
         first, second = _hash(counter * 2, seed), _hash(counter * 2 + 1, seed)
         scale = 2.0**-53
@@ -147,7 +147,7 @@ def _uniform_pairs(
 
 def _hash(counter: torch.Tensor, seed: int) -> torch.Tensor:
     """SplitMix64 of the stream that ``seed`` names, at position ``counter``."""
-    start = int(_mix(torch.tensor(seed, dtype=torch.int64) + _GOLDEN))
+    start = int(_mix(torch.tensor(seed, dtype=torch.int64, device="cpu") + _GOLDEN))
     return _mix(counter.mul(_GOLDEN).add_(start))
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FrameType
 
 
@@ -14,7 +14,8 @@ def uninterrupted() -> Iterator[None]:
     """Run the body whole: SIGINT and SIGTERM handlers written in Python run after it.
 
     Python runs handlers between two bytecodes of the main thread, so without this a Ctrl-C could
-    leave an optimizer step applied to half of its rows. The body must be memory work, not I/O.
+    leave an optimizer step applied to half of its rows, or memory behind a manifest that was
+    renamed already. The body must be short.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -25,12 +26,23 @@ def uninterrupted() -> Iterator[None]:
         for number in (signal.SIGINT, signal.SIGTERM)
         if callable(handler := signal.getsignal(number))
     }
-    for number in handlers:
-        signal.signal(number, lambda received, frame: pending.append((received, frame)))
-    try:
-        yield
-    finally:
+    with ExitStack() as after:
+        # Undone from the last to the first: all handlers are back before one that was held runs.
+        after.callback(_deliver, pending, handlers)
         for number, handler in handlers.items():
-            signal.signal(number, handler)
-        for received, frame in pending:
-            handlers[signal.Signals(received)](received, frame)
+            after.callback(signal.signal, number, handler)
+            signal.signal(number, lambda received, frame: pending.append((received, frame)))
+        yield
+
+
+def _deliver(
+    pending: list[tuple[int, FrameType | None]],
+    handlers: dict[signal.Signals, Callable[[int, FrameType | None], object]],
+) -> None:
+    while pending:
+        number, frame = pending.pop(0)
+        try:
+            handlers[signal.Signals(number)](number, frame)
+        except BaseException:
+            _deliver(pending, handlers)
+            raise

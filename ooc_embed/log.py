@@ -22,7 +22,7 @@ from .mapped import MappedRows
 # are; from this length on the positions skipped for it are an eighth of a run at most.
 ALIGNMENT = 1024
 _DIRECT_RUN = 8 * ALIGNMENT
-_BLOCK = 4 * ALIGNMENT
+_BLOCK_BYTES = 8 << 20
 SKIPPED = -1
 
 
@@ -77,6 +77,9 @@ class RecordLog:
         self._records = MappedRows(files, shape.records_per_file, shape.width, shape.dtype)
         files = self._files(shape.capacity, shape.rows_per_file)
         self._rows = MappedRows(files, shape.rows_per_file, 1, np.dtype("<i8"))
+        record_bytes = shape.width * shape.dtype.itemsize
+        self._block = max(_BLOCK_BYTES // record_bytes // ALIGNMENT, 1) * ALIGNMENT
+        self._buffer = np.empty(0, dtype=np.uint8)
         self._open: dict[str, durable.AppendFile] = {}
         self._new_names = False
         for index in range(self._files(state.records, shape.records_per_file)):
@@ -126,10 +129,13 @@ class RecordLog:
         rows_crc = zlib.crc32(listed.data, state.rows_crc32)
         records_crc = state.records_crc32
         row_bytes = self.shape.width * self.shape.dtype.itemsize
-        buffer = durable.page_aligned(min(_BLOCK, -(-count // ALIGNMENT) * ALIGNMENT) * row_bytes)
+        size = min(self._block, -(-count // ALIGNMENT) * ALIGNMENT) * row_bytes
+        if len(self._buffer) < size:
+            self._buffer = durable.page_aligned(size)
+        buffer = self._buffer[: len(self._buffer) // row_bytes * row_bytes]
         block = torch.from_numpy(buffer.view(self.shape.dtype).reshape(-1, self.shape.width))
-        for start in range(0, count, _BLOCK):
-            stop = min(start + _BLOCK, count)
+        for start in range(0, count, self._block):
+            stop = min(start + self._block, count)
             fill(start, stop, block[: stop - start])
             nbytes = (stop - start) * row_bytes
             records_crc = zlib.crc32(buffer[:nbytes].data, records_crc)
@@ -159,10 +165,12 @@ class RecordLog:
         """The row ids at ``(n,) int64`` positions, `SKIPPED` where there is none."""
         return self._rows.gather(positions).squeeze(1)
 
-    def blocks(self, stop: int, block: int = 1 << 18) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield ``(position, row ids)`` of the first ``stop`` positions, by blocks."""
-        for start in range(0, stop, block):
-            yield start, self._rows.read(start, min(start + block, stop)).squeeze(1).numpy()
+    def blocks(
+        self, stop: int, block: int = 1 << 18, start: int = 0
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield ``(position, row ids)`` of the positions ``start`` to ``stop``, by blocks."""
+        for low in range(start, stop, block):
+            yield low, self._rows.read(low, min(low + block, stop)).squeeze(1).numpy()
 
     def check_rows(self) -> None:
         """Compare the checksum of the committed row ids with what the manifest says.
@@ -186,14 +194,24 @@ class RecordLog:
         Raises:
             CorruptStoreError: they differ.
         """
-        crc = 0
-        for start, rows in self.blocks(self.committed.records, _BLOCK):
-            kept = torch.from_numpy(np.flatnonzero(rows != SKIPPED) + start)
+        self._check_records(0, self.committed, 0)
+
+    def check_tail(self) -> None:
+        """Compare the records since the last commit with the checksum of what was appended.
+
+        Raises:
+            CorruptStoreError: the system has lost some of them.
+        """
+        self._check_records(self.committed.records, self.state, self.committed.records_crc32)
+
+    def _check_records(self, start: int, state: LogState, crc: int) -> None:
+        for position, rows in self.blocks(state.records, self._block, start):
+            kept = torch.from_numpy(np.flatnonzero(rows != SKIPPED) + position)
             crc = zlib.crc32(self.gather(kept).numpy().data, crc)
-        if crc != self.committed.records_crc32:
+        if crc != state.records_crc32:
             raise CorruptStoreError(
-                f"{self.folder / 'records'}: the first {self.committed.records:,} records have the "
-                f"checksum {crc:#010x}, the manifest says {self.committed.records_crc32:#010x}"
+                f"{self.folder / 'records'}: the first {state.records:,} records have the checksum "
+                f"{crc:#010x}, {state.records_crc32:#010x} was written"
             )
 
     def drop_tail(self) -> None:
@@ -207,17 +225,12 @@ class RecordLog:
                     durable.remove(path)
 
     def restart(self, generation: int) -> None:
-        """Unlink all files and begin again, empty, as another generation."""
+        """Begin again, empty, as another generation; `drop_tail` unlinks the files of this one."""
         self._close_files()
         self._records.unmap_all()
         self._rows.unmap_all()
         self.state = self.committed = LogState(generation)
         self.suspect = False
-        self.drop_tail()
-
-    def forget_tail(self) -> None:
-        """End at the committed end again: what was appended since lives elsewhere now."""
-        self.state = self.committed
 
     def close(self) -> None:
         self._close_files()
@@ -263,10 +276,13 @@ class RecordLog:
             del self._open[name]
             current.close()
         nbytes = self._file_bytes(name)
-        if not path.exists():
+        mapped = self._rows if name == "rows" else self._records
+        if not mapped.has_file(index):
+            # Always a new file: readers may still map an old one of this name.
+            durable.remove(path)
             durable.allocate(path, nbytes)
             self._new_names = True
-        (self._rows if name == "rows" else self._records).map_file(index, path)
+            mapped.map_file(index, path)
         file = self._open[name] = durable.AppendFile(path, nbytes)
         return file
 

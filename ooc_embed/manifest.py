@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -91,7 +92,11 @@ class Manifest:
             "rule": self.rule,
             "init": self.init,
             "seed": self.seed,
-            "module": self.module,
+            "module": {
+                # JSON has no infinity, and norm_type may be one.
+                name: str(value) if value in (math.inf, -math.inf) else value
+                for name, value in self.module.items()
+            },
             "chunk_crc32": {str(index): crc for index, crc in sorted(self.checksums.items())},
             "commits": [
                 {
@@ -201,6 +206,8 @@ def _integer(value: Any, low: int = 0) -> int:
 
 
 def _number(value: Any) -> float:
+    if value in ("inf", "-inf"):
+        return float(value)
     if type(value) not in (int, float):
         raise ValueError(f"{value!r} is no number")
     return float(value)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import errno
+import functools
 import mmap
 import os
 import resource
@@ -57,7 +57,7 @@ class _Span:
             "version": 3,
         }
         # At exit other views may still be read; the kernel unmaps then.
-        weakref.finalize(self, _libc.munmap, self.address, nbytes).atexit = False
+        weakref.finalize(self, _unmap, self.address, nbytes, os.getpid()).atexit = False
 
 
 def _map(address: int, nbytes: int, flags: int, fd: int) -> int:
@@ -68,6 +68,12 @@ def _map(address: int, nbytes: int, flags: int, fd: int) -> int:
     _libc.madvise(result, nbytes, _MADV_RANDOM)
     _libc.madvise(result, nbytes, _MADV_DONTFORK)
     return int(result)
+
+
+def _unmap(address: int, nbytes: int, pid: int) -> None:
+    # A forked child has no such mapping: what is there now is something else of its own.
+    if os.getpid() == pid:
+        _libc.munmap(address, nbytes)
 
 
 class MappedRows:
@@ -93,13 +99,10 @@ class MappedRows:
         self._tensor = torch.from_numpy(np.asarray(self._span))
         self._present = np.zeros(num_files, dtype=bool)
         self._idle = 0
-        self._pidfd = _self_descriptor()
-        self._pid = os.getpid()
 
-    @property
-    def announces_in_batches(self) -> bool:
-        """Whether the kernel takes many ranges in one call (``process_madvise``)."""
-        return self._pidfd >= 0
+    def has_file(self, index: int) -> bool:
+        """Whether file ``index`` is mapped."""
+        return bool(self._present[index])
 
     def map_file(self, index: int, path: Path) -> None:
         """Map ``path`` as file ``index``, in place of what was mapped there.
@@ -149,7 +152,10 @@ class MappedRows:
         return result
 
     def read(self, start: int, stop: int) -> torch.Tensor:
-        """Copy the rows ``start`` to ``stop``."""
+        """Copy the rows ``start`` to ``stop``, which are read ahead."""
+        first = (self._span.address + start * self._row_bytes) & -_PAGE
+        last = self._span.address + stop * self._row_bytes
+        _libc.madvise(first, last - first, _MADV_WILLNEED)
         return self._tensor[start:stop].clone()
 
     def announce(self, rows: torch.Tensor) -> None:
@@ -163,43 +169,45 @@ class MappedRows:
         ranges[:, 0] = first & -_PAGE
         ranges[:, 1] = ((first + self._row_bytes + _PAGE - 1) & -_PAGE) - (first & -_PAGE)
         for start in range(0, len(ranges), _RANGES_PER_CALL):
-            self._advise(ranges[start : start + _RANGES_PER_CALL])
-
-    def _advise(self, ranges: np.ndarray) -> None:
-        if self._pidfd >= 0:
-            done = _libc.syscall(
-                _SYS_PROCESS_MADVISE,
-                self._pidfd,
-                ctypes.c_void_p(ranges.ctypes.data),
-                ctypes.c_size_t(len(ranges)),
-                _MADV_WILLNEED,
-                0,
-            )
-            if done >= 0:
-                return
-            if ctypes.get_errno() not in (errno.ENOSYS, errno.EPERM, errno.EINVAL, errno.EACCES):
-                return
-            self._close_descriptor()
-        for address, nbytes in ranges.tolist():
-            _libc.madvise(address, nbytes, _MADV_WILLNEED)
+            _advise(ranges[start : start + _RANGES_PER_CALL])
 
     def close(self) -> None:
         """Drop the tensor; the memory is unmapped when the last view of it is gone."""
-        self._close_descriptor()
         if hasattr(self, "_tensor"):
             del self._tensor, self._span
 
-    def _close_descriptor(self) -> None:
-        if self._pidfd >= 0:
-            os.close(self._pidfd)
-            self._pidfd = -1
+
+def _advise(ranges: np.ndarray) -> None:
+    """Announce ``(n, 2)`` ranges of address and length; it is advice, which may be ignored."""
+    if announces_in_batches():
+        done = _libc.syscall(
+            _SYS_PROCESS_MADVISE,
+            _self_descriptor(os.getpid()),
+            ctypes.c_void_p(ranges.ctypes.data),
+            ctypes.c_size_t(len(ranges)),
+            _MADV_WILLNEED,
+            0,
+        )
+        if done >= 0:
+            return
+    for address, nbytes in ranges.tolist():
+        _libc.madvise(address, nbytes, _MADV_WILLNEED)
 
 
-def _self_descriptor() -> int:
-    """A descriptor of this process for ``process_madvise``, or -1 where there is none."""
+@functools.cache
+def announces_in_batches() -> bool:
+    """Whether the kernel takes many ranges in one call (``process_madvise``); old ones do not."""
+    fd = _self_descriptor(os.getpid())
+    none = ctypes.c_void_p(None)
+    return fd >= 0 and _libc.syscall(_SYS_PROCESS_MADVISE, fd, none, 0, _MADV_WILLNEED, 0) == 0
+
+
+@functools.cache
+def _self_descriptor(pid: int) -> int:
+    """A descriptor of this process, for ``process_madvise``, or -1 where there is none."""
     if not hasattr(os, "pidfd_open"):
         return -1
     try:
-        return os.pidfd_open(os.getpid())
+        return os.pidfd_open(pid)
     except OSError:
         return -1

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.autograd import Variable
 
+from .interrupts import uninterrupted
 from .optimizer import TableOptimizer
 from .table import Prepared, Table
 
@@ -27,8 +28,11 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def uncompiled(function: _Function) -> _Function:
-    """Keep a function out of torch.compile, which would trace it and never step."""
-    return cast(_Function, torch.compiler.disable(function))
+    """Keep a function out of torch.compile, which would trace it and never step.
+
+    As torch.optim does; ``torch.compiler.disable`` would load the compiler at import already.
+    """
+    return cast(_Function, torch._disable_dynamo(function))  # type: ignore[attr-defined]
 
 
 def current_pass() -> int:
@@ -75,23 +79,21 @@ class Pass:
         """Step every armed table once: first all that can fail, then all changes in memory."""
         armed = [staged for staged in self.staged.values() if staged.armed and staged.blocks]
         armed.sort(key=lambda staged: id(staged.table))
-        with torch.no_grad(), ExitStack() as locks:
+        with torch.no_grad(), ExitStack() as held:
             for staged in armed:
-                staged.table.check_writable()
-                locks.enter_context(staged.table.lock)
+                held.enter_context(staged.table.writing())
             prepared = [self._prepare(staged) for staged in armed]
-            for staged, step in zip(armed, prepared, strict=True):
-                staged.optimizer.run(_apply(staged.table, step))
+            with uninterrupted():
+                for staged, step in zip(armed, prepared, strict=True):
+                    staged.table.apply(step, staged.optimizer.param_groups[0])
+        for staged in armed:
+            staged.optimizer.step()
 
     @staticmethod
     def _prepare(staged: Staged) -> Prepared:
         rows, grads = coalesce(staged.blocks)
         _check_finite(rows, grads)
         return staged.table.prepare(rows, grads, staged.optimizer.param_groups[0])
-
-
-def _apply(table: Table, prepared: Prepared) -> Callable[[dict[str, Any]], None]:
-    return lambda group: table.apply(prepared, group)
 
 
 # Takes a lookup's gradient (n, D), unique rows (m,), sorting order (n,) and segment starts (m,).

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from .durable import writes_directly
 from .errors import CorruptStoreError, StoreError
 from .log import SKIPPED, RecordLog
 from .manifest import Manifest
+from .mapped import announces_in_batches
 from .merge import NewestRecords
 from .store import Store, chunk_files, holder
 
@@ -29,6 +31,9 @@ def describe(path: str | Path) -> str:
     fields = ", ".join(f"{name} {width}" for name, width in manifest.fields.items())
     start = ", ".join(f"{name}={value}" for name, value in manifest.init.items())
     written = commit.rows_written
+    reading = "process_madvise" if announces_in_batches() else "madvise, a page range a call"
+    direct = writes_directly(store.path / "table" / "zarr.json")
+    writing = "O_DIRECT" if direct else "through the page cache"
     facts = {
         "path": str(store.path),
         "table": manifest.table_id,
@@ -46,6 +51,7 @@ def describe(path: str | Path) -> str:
         f"{layout.chunk_rows:,} rows and {layout.chunk_bytes:,} bytes each",
         "log records": _logs(manifest),
         "bytes on disk": f"{_bytes_on_disk(store.path):,}",
+        "input and output": f"{reading}, {writing}",
         "writer": holder(store.path) or "none",
     }
     width = max(map(len, facts))

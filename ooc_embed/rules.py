@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch.optim.adam import adam
 
@@ -76,7 +77,7 @@ class SparseAdam:
             [state["exp_avg"]],
             [state["exp_avg_sq"]],
             [],
-            [torch.tensor(step - 1, dtype=torch.float32)],
+            [torch.tensor(step - 1, dtype=torch.float32, device="cpu")],
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -131,10 +132,12 @@ def plain(value: Any) -> Any:
     """A hyper-parameter as JSON holds it.
 
     Raises:
-        TypeError: a value that JSON cannot hold.
+        TypeError, ValueError: a value that JSON cannot hold.
     """
-    if isinstance(value, torch.Tensor):
-        return value.item()
+    if isinstance(value, (torch.Tensor, np.generic)):
+        return plain(value.item())
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"a store cannot keep the hyper-parameter {value}")
     if isinstance(value, (tuple, list)):
         return [plain(item) for item in value]
     if value is None or isinstance(value, (bool, int, float, str)):

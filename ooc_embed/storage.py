@@ -27,8 +27,8 @@ from .mapped import MappedRows
 from .merge import NewestRecords
 from .store import Store
 
-# Rows that move through memory at once where a whole log may have to.
-_MOVED_ROWS = 1 << 15
+# Rows whose places are looked at together where a whole log may have to move.
+_MOVED_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -115,10 +115,12 @@ class Storage:
         Returns:
             ``(n, W)``.
         """
-        out = torch.empty(len(rows), self.store.layout.width, dtype=self._cache.records.dtype)
         in_log = homes < 0
         if not in_log.any():
-            return self._chunks.gather(rows, out)
+            return self._chunks.gather(rows)
+        out = torch.empty(
+            len(rows), self.store.layout.width, dtype=self._cache.records.dtype, device="cpu"
+        )
         _gather_part(out, ~in_log, rows, self._chunks)
         positions = -(homes.to(torch.int64) + 1)
         for log in (self._active, self._other):
@@ -162,6 +164,10 @@ class Storage:
         with uninterrupted():
             cache.stored(slots, self.accept(run))
 
+    def _append_dirty(self) -> None:
+        for slots in self._cache.dirty_slots():
+            self.append_slots(slots)
+
     # Committing
 
     def commit(self, commit: Commit, *, flush: bool) -> None:
@@ -175,7 +181,7 @@ class Storage:
             OSError: the disk is full, or failed. Nothing is lost, and a later call may succeed.
         """
         self.make_room(int(self._cache.dirty.count_nonzero()))
-        self.append_slots(self._cache.dirty_slots())
+        self._append_dirty()
         last = self.manifest.commit
         if self._active.state != self._active.committed or (commit.step, commit.param_groups) != (
             last.step,
@@ -199,9 +205,9 @@ class Storage:
                 raise
         try:
             self._roll_over()
-            self.append_slots(self._cache.dirty_slots())
+            self._append_dirty()
             self._active.sync()
-        except OSError as error:
+        except (OSError, CorruptStoreError) as error:
             self._failed = f"the disk failed twice to keep the log ({error}): open the store again"
             raise
 
@@ -217,11 +223,11 @@ class Storage:
 
     def _name(self, manifest: Manifest, then: Callable[[], None] = lambda: None) -> None:
         """Replace the manifest; memory follows what the disk says, even if the call fails late."""
-        try:
-            self.store.write_manifest(manifest)
-        finally:
-            if self.store.manifest is manifest:
-                with uninterrupted():
+        with uninterrupted():
+            try:
+                self.store.write_manifest(manifest)
+            finally:
+                if self.store.manifest is manifest:
                     self._follow(manifest)
                     then()
 
@@ -232,6 +238,8 @@ class Storage:
             self._active, self._other = self._other, self._active
             self._other.state = self._other.committed = logs[0]
         self._active.committed = logs[-1]
+        if self._sealed and len(logs) == 1:
+            self._other.restart(logs[-1].generation + 1)
         self._sealed = len(logs) == 2
 
     # Moving records
@@ -243,16 +251,18 @@ class Storage:
         """
         self.merge()
         old, new = self._active, self._other
+        if old.suspect:
+            old.check_tail()
         low, high = old.base + old.committed.records, old.base + old.end
-        where = self._cache.where
-        behind = ((where < -low) & (where >= -high)).nonzero().squeeze(1)
         moved = []
         try:
-            for part in behind.split(_MOVED_ROWS):
-                positions = -(where[part].to(torch.int64) + 1) - old.base
-                state = new.write(part.numpy(), _copier(old, positions))
-                new.accept(state)
-                moved.append((part, new.base + state.records - len(part)))
+            for start in range(0, len(self._cache.where), _MOVED_ROWS):
+                block = slice(start, start + _MOVED_ROWS)
+                rows = self._cache.stored_at(block, low, high)
+                if len(rows):
+                    positions = -(self._cache.find(rows).to(torch.int64) + 1) - old.base
+                    new.accept(new.write(rows.numpy(), _copier(old, positions)))
+                    moved.append((block, new.base + new.end - len(rows)))
             commit = replace(
                 self.manifest.commit, logs=(old.committed, LogState(new.state.generation))
             )
@@ -262,11 +272,12 @@ class Storage:
         finally:
             if self._active is old:
                 new.restart(new.state.generation)
+                new.drop_tail()
         self.merge()
 
-    def _rehome(self, moved: list[tuple[torch.Tensor, int]], low: int, high: int) -> None:
-        for rows, position in moved:
-            self._cache.rehome(rows, position)
+    def _rehome(self, moved: list[tuple[slice, int]], low: int, high: int) -> None:
+        for block, position in moved:
+            self._cache.rehome(self._cache.stored_at(block, low, high), position)
         # Rows in the cache whose newest record stays behind must be stored again.
         homes = self._cache.home
         self._cache.dirty |= (homes < -low) & (homes >= -high) & self._cache.occupied()
@@ -290,6 +301,8 @@ class Storage:
                 buffer[:] = 0
             rows, positions = newest.of_chunk(index)
             chunk[rows.numpy()] = log.gather(positions).numpy()
+            # Until the write has returned, the file may have either content.
+            self._known_crc32.pop(index, None)
             checksums[index] = self._known_crc32[index] = self.store.write_chunk(index, chunk)
             first = index * layout.chunk_rows
             with uninterrupted():
@@ -302,8 +315,8 @@ class Storage:
         self.store.sync_table()
         commit = replace(self.manifest.commit, logs=(self._active.committed,))
         self._name(replace(self.manifest, commit=commit, checksums=checksums))
-        self._known_crc32 = checksums
-        log.restart(self._active.state.generation + 1)
+        self._known_crc32 = dict(checksums)
+        log.drop_tail()
 
     def _read_known(self, index: int, buffer: np.ndarray) -> None:
         """Read a chunk that a merge goes on with, and see that nobody else has changed it."""

@@ -86,6 +86,7 @@ class Store:
             raise FileExistsError(f"{path} exists and is no ooc_embed store: choose another path")
         layout = Layout.plan(manifest, chunk_rows)
         _warn_if_short_of_space(path, layout)
+        new = not path.exists()
         durable.make_directory(path)
         lock = durable.DirectoryLock(path, _holder(path))
         try:
@@ -100,8 +101,10 @@ class Store:
             durable.sync_directory(path)
             return cls(path, lock)
         except BaseException:
+            _clear(path)
+            if new:
+                path.rmdir()
             lock.close()
-            durable.remove_tree(path)
             raise
 
     @classmethod
@@ -161,8 +164,10 @@ class Store:
 
     def logs_changed(self) -> bool:
         """Whether the manifest on disk names other logs than this object read."""
-        found, known = self.reread().commit.logs, self.manifest.commit.logs
-        return [log.generation for log in found] != [log.generation for log in known]
+        found, known = self.reread(), self.manifest
+        return found.table_id != known.table_id or [
+            log.generation for log in found.commit.logs
+        ] != [log.generation for log in known.commit.logs]
 
     def write_chunk(self, index: int, chunk: np.ndarray) -> int:
         """Replace a chunk file by ``(chunk_rows, W)`` rows; return its checksum."""
@@ -292,8 +297,9 @@ def _chunk_path(path: Path, index: int) -> Path:
 
 def _write_chunk(path: Path, index: int, chunk: np.ndarray) -> int:
     data = chunk.reshape(-1).view(np.uint8)
+    crc = zlib.crc32(data.data)
     durable.write_file(_chunk_path(path, index), data)
-    return zlib.crc32(data.data)
+    return crc
 
 
 def _metadata(attributes: dict[str, Any], manifest: Manifest) -> bytes:
@@ -302,7 +308,7 @@ def _metadata(attributes: dict[str, Any], manifest: Manifest) -> bytes:
         "node_type": "group",
         "attributes": {**attributes, ATTRIBUTE: manifest.to_json()},
     }
-    return json.dumps(value, indent=1).encode()
+    return json.dumps(value, indent=1, allow_nan=False).encode()
 
 
 def _rename_manifest(path: Path, data: bytes) -> None:
@@ -328,7 +334,9 @@ def _what_is_there(path: Path) -> str:
 
 def _clear(path: Path) -> None:
     """Remove what an earlier store left, its manifest first: without it, it is no store."""
-    durable.remove(path / "zarr.json")
+    if (path / "zarr.json").exists():
+        durable.remove(path / "zarr.json")
+        durable.sync_directory(path)
     for name in _FOLDERS:
         if (path / name).exists():
             durable.remove_tree(path / name)

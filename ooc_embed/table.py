@@ -6,8 +6,6 @@ or schedulers.
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -20,16 +18,18 @@ import torch
 from . import initializers, rules
 from ._version import __version__
 from .blocks import BlockUpdate, count_versions
-from .cache import SLOT_BYTES, RowCache, automatic_bytes
+from .cache import RowCache, slots_for
 from .errors import CorruptStoreError, StoreError
+from .guard import Guard
 from .interrupts import uninterrupted
 from .manifest import VERSION_FIELD, Commit, Manifest
 from .storage import Run, Storage
 from .store import Store
 
 _READ_ATTEMPTS = 100
-# Rows whose whole records go through memory at once where a field of many rows is read.
-_READ_ROWS = 1 << 15
+# Whole records that go through memory at once, where many rows are read.
+_PIECE_BYTES = 32 << 20
+_FEWEST_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -59,14 +59,14 @@ class Table:
         cache_bytes: memory for hot rows, or ``"auto"``; readers have no cache.
 
     Attributes:
-        lock: held by every operation; hold it to make several of them one.
         step_count: optimizer steps taken.
     """
 
+    @torch.inference_mode(False)  # such a mode may be on, and its tensors could never be stepped
     def __init__(self, store: Store, cache_bytes: int | str) -> None:
         manifest, layout = store.manifest, store.layout
         self.store = store
-        self.lock = threading.RLock()
+        self._guard = Guard(store.path, writer=store.writable)
         self.dtype: torch.dtype = getattr(torch, manifest.dtype)
         self.dim = manifest.embedding_dim
         self.rule = rules.from_json(manifest.rule)
@@ -74,17 +74,15 @@ class Table:
         self.step_count = manifest.commit.step
         self.rows_written = manifest.commit.rows_written
         self._init = initializers.from_json(manifest.init)
-        self._pid = os.getpid()
-        self._closed = False
-        self._writer = store.writable
         self._update = BlockUpdate(self.rule, self.spans, self.dtype)
         self._version = self.spans[VERSION_FIELD].start
         slots = 0
         if store.writable:
-            slots = _slots(cache_bytes, layout.num_embeddings, layout.record_bytes)
+            slots = slots_for(cache_bytes, layout.num_embeddings, layout.record_bytes)
         self.cache = RowCache(
             layout.num_embeddings, slots, layout.width, self.dtype, 2 * layout.log.capacity
         )
+        self._piece = max(_PIECE_BYTES // layout.record_bytes, _FEWEST_ROWS)
         self._storage = Storage(store, self.cache)
 
     @classmethod
@@ -133,11 +131,11 @@ class Table:
         Returns:
             ``(n, D)``.
         """
-        with self._writing():
+        with self.writing():
+            span = self.spans["weight"]
             if len(rows) > self.cache.slots:
-                return self.read(rows, "weight")
-            slots = self._fetch(rows)
-            return self.cache.records[:, self.spans["weight"]].index_select(0, slots)
+                return self._read(rows, span)
+            return self.cache.records[:, span].index_select(0, self._fetch(rows))
 
     def read(self, rows: torch.Tensor, field: str) -> torch.Tensor:
         """A field of ``(n,) int64`` rows, in any order; neither cache nor disk change.
@@ -145,14 +143,19 @@ class Table:
         Returns:
             ``(n, columns of the field)``.
         """
-        self.check_open()
-        with self.lock:
-            span = self.spans[field]
-            out = torch.empty(len(rows), span.stop - span.start, dtype=self.dtype)
-            for start in range(0, len(rows), _READ_ROWS):
-                part = slice(start, start + _READ_ROWS)
-                out[part] = self._records_of(rows[part])[:, span]
-            return out
+        with self._guard.reading():
+            return self._read(rows, self.spans[field])
+
+    def _read(self, rows: torch.Tensor, span: slice) -> torch.Tensor:
+        places = self.cache.find(rows).to(torch.int64)
+        missing = (places <= 0).nonzero().squeeze(1)
+        if not len(missing):
+            return self.cache.records[:, span].index_select(0, places - 1)
+        out = torch.empty(len(rows), span.stop - span.start, dtype=self.dtype, device="cpu")
+        for part in range(0, len(rows), self._piece):
+            block = slice(part, part + self._piece)
+            out[block] = self._records_of(rows[block])[:, span]
+        return out
 
     def _records_of(self, rows: torch.Tensor) -> torch.Tensor:
         """The newest records of rows, wherever they are: ``(n, W)``."""
@@ -161,7 +164,7 @@ class Table:
         if not len(hits):
             return self._stored(rows, places)
         misses = (places <= 0).nonzero().squeeze(1)
-        out = torch.empty(len(rows), self.store.layout.width, dtype=self.dtype)
+        out = torch.empty(len(rows), self.store.layout.width, dtype=self.dtype, device="cpu")
         out[hits] = self.cache.records.index_select(0, places[hits].to(torch.int64) - 1)
         if len(misses):
             out[misses] = self._stored(rows[misses], places[misses])
@@ -191,14 +194,15 @@ class Table:
             return places - 1
         self.cache.begin_batch(places[places > 0] - 1)
         self._make_room(len(missing))
-        wanted = rows.index_select(0, missing)
-        homes = self.cache.find(wanted)
-        records = self._stored(wanted, homes)
-        slots = self.cache.free_slots(len(missing))
-        with uninterrupted():
-            self.cache.records[slots] = records
-            self.cache.insert(slots, wanted, homes)
-        places[missing] = slots + 1
+        for part in missing.split(self._piece):
+            wanted = rows.index_select(0, part)
+            homes = self.cache.find(wanted)
+            records = self._stored(wanted, homes)
+            slots = self.cache.free_slots(len(part))
+            with uninterrupted():
+                self.cache.records[slots] = records
+                self.cache.insert(slots, wanted, homes)
+            places[part] = slots + 1
         return places - 1
 
     def _make_room(self, count: int) -> None:
@@ -217,7 +221,7 @@ class Table:
     def prepare(
         self, rows: torch.Tensor, grads: torch.Tensor, group: Mapping[str, Any]
     ) -> Prepared:
-        """Do all of a step that can fail. Hold the lock until `apply`.
+        """Do all of a step that can fail. To be called, with `apply`, inside `writing`.
 
         Args:
             rows: ``(n,) int64``, sorted and unique.
@@ -228,7 +232,6 @@ class Table:
             OSError: the disk is full, or failed.
             StoreError: the table is closed, read-only, forked or has failed.
         """
-        self.check_writable()
         if len(rows) <= self.cache.slots:
             return Prepared(rows, grads, self._fetch(rows))
         # A batch that does not fit is stepped on its way into the log, as one sorted run.
@@ -238,24 +241,23 @@ class Table:
         def fill(start: int, stop: int, out: torch.Tensor) -> None:
             nonlocal fresh
             out.copy_(self._records_of(rows[start:stop]))
-            slots = torch.arange(stop - start)
+            slots = torch.arange(stop - start, device="cpu")
             fresh += self._update.step(out, slots, grads[start:stop], self.step_count + 1, group)
 
         return Prepared(rows, grads, None, self._storage.write(rows, fill), fresh)
 
     def apply(self, prepared: Prepared, group: Mapping[str, Any]) -> None:
-        """Take the step: memory only, and whole even if a Ctrl-C arrives."""
-        with uninterrupted():
-            slots, run = prepared.slots, prepared.run
-            if slots is not None:
-                self.rows_written += self._update.step(
-                    self.cache.records, slots, prepared.grads, self.step_count + 1, group
-                )
-                self.cache.dirty[slots] = True
-            elif run is not None:
-                self.cache.rehome(run.rows, self._storage.accept(run))
-                self.rows_written += prepared.fresh
-            self.step_count += 1
+        """Take the step: memory only. To be called inside `uninterrupted`, so that it is whole."""
+        slots, run = prepared.slots, prepared.run
+        if slots is not None:
+            self.rows_written += self._update.step(
+                self.cache.records, slots, prepared.grads, self.step_count + 1, group
+            )
+            self.cache.mark_dirty(slots)
+        elif run is not None:
+            self.cache.rehome(run.rows, self._storage.accept(run))
+            self.rows_written += prepared.fresh
+        self.step_count += 1
 
     def assign(self, field: str, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Set a field of sorted unique rows; counts as one write of each.
@@ -265,9 +267,9 @@ class Table:
             rows: ``(n,) int64``.
             values: ``(n, columns of the field)``.
         """
-        with self._writing():
-            for start in range(0, len(rows), self.cache.slots):
-                part = slice(start, start + self.cache.slots)
+        with self.writing():
+            for start in range(0, len(rows), piece := min(self.cache.slots, self._piece)):
+                part = slice(start, start + piece)
                 self._write(self._fetch(rows[part]), field, values[part].to(self.dtype))
 
     def renormalize(self, rows: torch.Tensor, max_norm: float, norm_type: float) -> None:
@@ -275,14 +277,14 @@ class Table:
 
         As torch does: by ``max_norm / (norm + 1e-7)``, in place, moments untouched.
         """
-        if not self._writer:
+        if not self._guard.writer:
             raise StoreError(
                 f"{self.store.path} is open to read, and max_norm={max_norm} would scale rows in "
                 f"it: open it with mode='r+', or read emb.weight[rows]"
             )
-        with self._writing():
-            for start in range(0, len(rows), self.cache.slots):
-                slots = self._fetch(rows[start : start + self.cache.slots])
+        with self.writing():
+            for start in range(0, len(rows), piece := min(self.cache.slots, self._piece)):
+                slots = self._fetch(rows[start : start + piece])
                 weights = self.cache.records[:, self.spans["weight"]].index_select(0, slots)
                 norms = weights.norm(norm_type, dim=1, keepdim=True)
                 large = (norms > max_norm).squeeze(1)
@@ -294,7 +296,7 @@ class Table:
         with uninterrupted():
             self.cache.records[slots, self.spans[field]] = values
             self.rows_written += count_versions(self.cache.records, slots, self._version)
-            self.cache.dirty[slots] = True
+            self.cache.mark_dirty(slots)
 
     # Life
 
@@ -308,50 +310,41 @@ class Table:
         Raises:
             OSError: the disk is full, or failed. Nothing is lost, and a later call may succeed.
         """
-        with self._writing():
-            commit = Commit(
-                number=0,
-                step=self.step_count,
-                rows_written=self.rows_written,
-                param_groups=param_groups,
-                logs=(),
-                created=time.time(),
-                library=__version__,
-            )
-            self._storage.commit(commit, flush=flush)
+        with self.writing():
+            self._commit(param_groups, flush=flush)
             return self.manifest.commit.number
+
+    def _commit(self, param_groups: list[dict[str, Any]], *, flush: bool) -> None:
+        commit = Commit(
+            number=0,
+            step=self.step_count,
+            rows_written=self.rows_written,
+            param_groups=param_groups,
+            logs=(),
+            created=time.time(),
+            library=__version__,
+        )
+        self._storage.commit(commit, flush=flush)
 
     @property
     def mode(self) -> str:
         """``"r+"`` for a writer, ``"r"`` for a reader."""
-        return "r+" if self._writer else "r"
+        return "r+" if self._guard.writer else "r"
 
     @property
     def closed(self) -> bool:
-        return self._closed
-
-    def check_open(self) -> None:
-        """Raise unless this process may use the table."""
-        if self._closed:
-            raise StoreError(f"{self.store.path} is closed: DiskEmbedding.open(path) opens it")
-        if os.getpid() != self._pid:
-            raise StoreError(
-                f"{self.store.path} was opened by process {self._pid}; a forked child cannot use "
-                f"it. Open it with mode='r' in the child, or start workers with 'spawn'"
-            )
-
-    def check_writable(self) -> None:
-        """Raise unless this process may write the table."""
-        self.check_open()
-        if not self._writer:
-            raise StoreError(f"{self.store.path} is open to read: open it with mode='r+' to train")
-        self._storage.check()
+        return self._guard.closed
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
-        # Checked before the lock is taken: in a forked child another thread may hold it for ever.
-        self.check_writable()
-        with self.lock:
+    def writing(self) -> Iterator[None]:
+        """Do something that changes the table, alone.
+
+        Raises:
+            StoreError: this process may not write the table, or is in the middle of doing so, or
+                the disk has failed for good.
+        """
+        with self._guard.writing():
+            self._storage.check()
             yield
 
     def close(
@@ -362,12 +355,12 @@ class Table:
         Raises:
             StoreError: the disk had failed for good. The table is closed, at its last commit.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._guard.closed or self._guard.forked:
             return
-        with self.lock:
-            if param_groups is not None and self._writer and not self._storage.failed:
-                self.commit(param_groups, flush=flush)
-            self._closed = True
+        with self._guard.reading():
+            if param_groups is not None and self._guard.writer and not self._storage.failed:
+                self._commit(param_groups, flush=flush)
+            self._guard.closed = True
             self._storage.close()
             self.store.close()
             del self.cache.records
@@ -381,10 +374,3 @@ def field_spans(fields: Mapping[str, int]) -> dict[str, slice]:
         spans[name] = slice(start, start + width)
         start += width
     return spans
-
-
-def _slots(cache_bytes: int | str, num_rows: int, record_bytes: int) -> int:
-    slot = record_bytes + SLOT_BYTES
-    if isinstance(cache_bytes, str):
-        cache_bytes = automatic_bytes(num_rows * slot)
-    return max(1, min(cache_bytes // slot, num_rows))

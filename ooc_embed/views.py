@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .ids import check_range
 from .table import Table
 
 _BLOCK_ROWS = 1 << 16
@@ -26,8 +27,10 @@ class RowView:
         dtype: of what indexing gives.
     """
 
-    def __init__(self, table: Table, field: str) -> None:
+    def __init__(self, table: Table, field: str, owner: object) -> None:
         self._table = table
+        # The module closes its table when it goes: a view keeps it.
+        self._owner = owner
         self._field = field
         span = table.spans[field]
         rows, columns = table.manifest.num_embeddings, span.stop - span.start
@@ -44,6 +47,8 @@ class RowView:
 
     def __getitem__(self, key: Any) -> torch.Tensor:
         rows = self._rows(key)
+        if isinstance(rows, range):
+            rows = _tensor(rows)
         values = self._table.read(rows.reshape(-1), self._field)
         if self._counts:
             values = values.squeeze(1).to(torch.int64)
@@ -52,19 +57,19 @@ class RowView:
     def __setitem__(self, key: Any, values: Any) -> None:
         if self._counts:
             raise TypeError("versions count writes and cannot be set")
-        rows = self._rows(key)
         values = torch.as_tensor(values, dtype=self.dtype, device="cpu").detach()
-        shape = (*rows.shape, *self.shape[1:])
+        single = isinstance(key, (int, np.integer))
+        rows = self._rows([key] if single else key)
+        shape = self.shape[1:] if single else (len(rows), *self.shape[1:])
         try:
-            values = values.expand(shape).reshape(-1, *self.shape[1:])
+            values = values.expand(shape)
         except RuntimeError:
             raise ValueError(
-                f"cannot write values of shape {tuple(values.shape)} to {shape}"
+                f"cannot write values of shape {tuple(values.shape)} to {tuple(shape)}"
             ) from None
-        rows, order = rows.reshape(-1).sort(stable=True)
-        last = torch.ones(len(rows), dtype=torch.bool)
-        last[:-1] = rows[1:] != rows[:-1]
-        self._table.assign(self._field, rows[last], values[order[last]])
+        values = values[None] if single else values
+        for part, places in _last_of_each(rows):
+            self._table.assign(self._field, part, values[places])
 
     def blocks(self, block_rows: int = _BLOCK_ROWS) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield ``(start, rows)`` from the first row to the last, ``block_rows`` at a time."""
@@ -86,20 +91,20 @@ class RowView:
         name = getattr(func, "__name__", str(func))
         raise TypeError(f"{name}: {_whole('weight')}")
 
-    def _rows(self, key: Any) -> torch.Tensor:
-        """Row ids that a key names: ``(n,)`` or a scalar, checked."""
+    def _rows(self, key: Any) -> torch.Tensor | range:
+        """Row ids that a key names: ``(n,)``, a scalar, or the range of a slice; checked."""
         size = len(self)
         if isinstance(key, slice):
-            return torch.from_numpy(np.arange(*key.indices(size)))
+            return range(*key.indices(size))
         if isinstance(key, (int, np.integer)) and not isinstance(key, bool):
             if not -size <= key < size:
                 raise IndexError(f"row {key} is out of range for a table of {size} rows")
-            return torch.tensor(int(key) % size)
+            return torch.tensor(int(key) % size, device="cpu")
         if isinstance(key, list) and not key:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         if not isinstance(key, (torch.Tensor, np.ndarray, list)):
             raise TypeError(f"rows cannot be named by {key!r}: {_RULE}")
-        rows = torch.as_tensor(key)
+        rows = torch.as_tensor(key, device="cpu")
         if rows.dtype not in (torch.int32, torch.int64) or rows.dim() > 1:
             raise TypeError(f"rows cannot be named by {rows.dim()}-d {rows.dtype}: {_RULE}")
         rows = rows.detach().cpu().to(torch.int64)
@@ -107,13 +112,21 @@ class RowView:
         return rows
 
 
-def check_range(rows: torch.Tensor, size: int) -> None:
-    """Raise an IndexError that names the first row outside ``0 … size - 1``."""
-    if rows.numel():
-        low, high = (int(bound) for bound in torch.aminmax(rows))
-        if low < 0 or high >= size:
-            bad = low if low < 0 else high
-            raise IndexError(f"row {bad} is out of range for a table of {size} rows")
+def _tensor(rows: range) -> torch.Tensor:
+    return torch.from_numpy(np.arange(rows.start, rows.stop, rows.step))
+
+
+def _last_of_each(rows: torch.Tensor | range) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield sorted unique rows and where each stands last among ``rows``, by blocks."""
+    if isinstance(rows, range):
+        for start in range(0, len(rows), _BLOCK_ROWS):
+            part, order = _tensor(rows[start : start + _BLOCK_ROWS]).sort()
+            yield part, order + start
+        return
+    part, order = rows.sort(stable=True)
+    last = torch.ones(len(part), dtype=torch.bool, device="cpu")
+    last[:-1] = part[1:] != part[:-1]
+    yield from zip(part[last].split(_BLOCK_ROWS), order[last].split(_BLOCK_ROWS), strict=True)
 
 
 def _whole(field: str) -> str:

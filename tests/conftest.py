@@ -1,13 +1,14 @@
-"""Fixtures that make tables on disk and check each store when its test ends; knows no single test."""
+"""Fixtures that make tables on disk and check each store when its test ends; knows no test."""
 
 import itertools
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import zarr
+from ram_reference import RamTable
 
 import ooc_embed
 from ooc_embed import report
@@ -97,6 +98,15 @@ def open_table(stores: Stores):
 def store_path(stores: Stores) -> Path:
     """A path for one store; nothing is there yet."""
     return stores.new_path()
+
+
+@pytest.fixture
+def both(make_table: Callable[..., ooc_embed.DiskEmbedding]):
+    """A float64 table of 10 rows, and torch's own in RAM with the same rows and rate."""
+    initial = torch.randn(10, 2, dtype=torch.float64)
+    rule = ooc_embed.SparseAdam(lr=0.1)
+    emb = make_table(init=initial, dtype=torch.float64, optimizer=rule, chunk_rows=1024)
+    return emb, RamTable(initial, lr=0.1)
 
 
 @pytest.fixture(autouse=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import importlib
 import json
 import os
 import random
@@ -195,15 +196,26 @@ def train_through_interrupts(path: str, seed: int, rounds: int, cache_bytes: int
 
     emb = _obtain(path, cache_bytes)
     report("opened", emb.step)
+    training = False
+
+    def interrupt(number: int, frame: Any) -> None:
+        nonlocal training
+        if training:
+            training = False
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
     interrupts = 0
     while emb.step < rounds:
+        played = workload.make_round(seed, emb.step, flushes=False)
+        before = emb.step
         try:
-            played = workload.make_round(seed, emb.step, flushes=False)
-            before = emb.step
+            training = True
             workload.train(emb, played.ids, played.grads)
             report("step", before + 1)
             if played.then:
                 emb.commit()
+            training = False
         except KeyboardInterrupt:
             interrupts += 1
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -306,6 +318,8 @@ def _serve() -> None:
     import ooc_embed
 
     assert ooc_embed and workload
+    # An optimizer loads it at its first use: once here, not in every child.
+    importlib.import_module("torch._dynamo")
     torch.set_num_threads(1)
     for line in sys.stdin:
         task, arguments = json.loads(line)

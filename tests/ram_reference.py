@@ -1,4 +1,4 @@
-"""What the tests compare with: torch's own table in RAM, and stores read by plain zarr; no reader of ours."""
+"""What tests compare with: a table in RAM by torch, stores read by plain zarr; never our reader."""
 
 import hashlib
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class RamTable:
 
 @dataclass(frozen=True)
 class StoredRows:
-    """The fields of all rows, as plain zarr reads them; `version` 0 means that nothing is stored."""
+    """The fields of all rows, as plain zarr reads them; `version` 0: nothing is stored."""
 
     weight: Tensor
     exp_avg: Tensor
@@ -118,6 +118,20 @@ def assert_stored_equal(path: Path, ram: RamTable, imported: bool = False) -> No
         assert not field[~written].any()
 
 
+def assert_same(emb: nn.Module, ram: RamTable) -> None:
+    """Flushes a table that began with given rows: its step and its store are those of `ram`."""
+    emb.flush()
+    assert emb.step == ram.step
+    assert_stored_equal(emb.path, ram, imported=True)
+
+
+def assert_untrained(emb: nn.Module, before: dict) -> None:
+    """No step was taken, and the store's files have the `fingerprint` they had."""
+    assert emb.step == 0
+    assert not emb.state["exp_avg"][:].any()
+    assert fingerprint(emb.path) == before
+
+
 def train_both(disk: nn.Module, ram: RamTable, loss_of: LossOf) -> None:
     """The same batch through both: `loss_of` maps a lookup function to a loss."""
     loss_of(disk).backward()
@@ -127,6 +141,11 @@ def train_both(disk: nn.Module, ram: RamTable, loss_of: LossOf) -> None:
 def weighted_sum(ids: Tensor, grad: Tensor) -> LossOf:
     """A loss whose gradient with respect to the looked-up rows is `grad`."""
     return lambda lookup: (lookup(ids) * grad).sum()
+
+
+def leaf(shape: tuple[int, ...] = (4, 2)) -> Tensor:
+    """Another input of a model, float64, whose gradient can be asked for."""
+    return torch.randn(shape, dtype=torch.float64, requires_grad=True)
 
 
 def fingerprint(path: Path) -> dict[str, tuple[str, int]]:

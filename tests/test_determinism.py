@@ -1,4 +1,4 @@
-"""Tests that equal seeds and steps give equal bytes, and that initial rows are the distribution asked for."""
+"""Tests that equal seeds and steps give equal bytes, and initial rows the right distribution."""
 
 import hashlib
 import math
@@ -95,7 +95,7 @@ def test_company_in_the_batch_changes_no_bit_of_a_row(make_table, dim, dtype, ma
         company = company[~torch.isin(company, rows)]
         ids = torch.cat([company, rows])
         grads = torch.cat([torch.randn(len(company), dim, generator=generator, dtype=dtype), grad])
-        # Mixed at random, but the occurrences of a row stay in their order, in which they are summed.
+        # Mixed at random; the occurrences of a row keep their order, in which they are summed.
         place = torch.rand(len(ids), generator=generator)
         place[-6:] = place[-6:].sort().values
         order = place.argsort()

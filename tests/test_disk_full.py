@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import crash_child
 import pytest
+import scripted
 import store_files
 import system_calls
 import torch
@@ -286,15 +286,15 @@ def test_a_store_is_read_on_a_full_disk(small_disk: Path) -> None:
 # A disk that fails at any one call
 
 
-SCRIPT_ROUNDS = 6
-SCRIPT_SEED = 3
-SCRIPT_CACHE = workload.SMALL_CACHE
-
-
 @pytest.fixture
 def quick(tmp_path: Path) -> Iterator[Path]:
     with store_files.quick_folder(tmp_path) as folder:
         yield folder
+
+
+@pytest.fixture(scope="module")
+def script_states(tmp_path_factory: pytest.TempPathFactory) -> list[workload.State]:
+    return scripted.states(tmp_path_factory.mktemp("seeded") / "t.zarr")
 
 
 class Failing:
@@ -315,80 +315,6 @@ class Failing:
             raise OSError(self.code, os.strerror(self.code), str(system_calls.target(arguments)))
 
 
-def run_script(path: Path, states: list[workload.State], failing: Failing) -> int:
-    """Run the script, repeating whatever an OSError stopped; the disk holds a commit throughout.
-
-    Returns how many errors the table showed. Reopens only where the table asks for it.
-    """
-    shown = 0
-    emb = crash_child.create(str(path), SCRIPT_CACHE)
-    committed = [0]
-    with system_calls.watched(path, failing):
-        index = 0
-        while index < SCRIPT_ROUNDS:
-            played = workload.make_round(SCRIPT_SEED, index)
-            try:
-                if emb.step == index:
-                    assigned = played.assigned
-                    if assigned is not None and bool(
-                        (emb.weight[assigned[0]] == assigned[1]).all()
-                    ):
-                        played = _without_assignment(played)
-                    workload.play(emb, played)
-                if played.then:
-                    committed += [index + 1] if committed[-1] != index + 1 else []
-                    getattr(emb, played.then)()
-                index += 1
-            except OSError:
-                shown += 1
-                assert emb.step in (index, index + 1)
-                assert_commit_on_disk(path, states, committed)
-            except ooc_embed.StoreError as error:
-                # After a disk has failed to sync twice the writer refuses until it is opened again.
-                assert "open" in str(error)
-                with pytest.raises(ooc_embed.StoreError, match="open"):
-                    emb.close()
-                assert emb.closed
-                emb = open_at_last(path)
-                assert emb.step in committed[-2:]
-                index = emb.step
-                continue
-    emb.close()
-    assert report.verify(path) == []
-    with DiskEmbedding.open(path) as emb:
-        emb.flush()
-        workload.assert_zarr_is(path, states[SCRIPT_ROUNDS])
-    return shown
-
-
-def open_at_last(path: Path) -> DiskEmbedding:
-    """Opening finishes a merge that was cut off, and so may meet the failing disk itself."""
-    while True:
-        try:
-            return DiskEmbedding.open(path, cache_bytes=SCRIPT_CACHE)
-        except OSError as error:
-            assert error.errno == errno.EIO
-
-
-def _without_assignment(played: workload.Round) -> workload.Round:
-    """An assignment that was done before the step failed must not count twice."""
-    return workload.Round(played.ids, played.grads, played.lr, None, played.then)
-
-
-def assert_commit_on_disk(path: Path, states: list[workload.State], committed: list[int]) -> None:
-    with DiskEmbedding.open(path, mode="r", cache_bytes=SCRIPT_CACHE) as reader:
-        assert reader.step in committed[-2:]
-        workload.assert_table_is(reader, states[reader.step])
-
-
-@pytest.fixture(scope="module")
-def script_states(tmp_path_factory: pytest.TempPathFactory) -> list[workload.State]:
-    path = tmp_path_factory.mktemp("seeded") / "t.zarr"
-    with crash_child.create(str(path), 1 << 20) as emb:
-        weight = emb.weight[:]
-    return workload.history(SCRIPT_SEED, SCRIPT_ROUNDS, weight)
-
-
 # The calls that fail, how, and every which of them in turn.
 KINDS: dict[str, tuple[tuple[str, ...], int, int]] = {
     "full at a write": (("write", "pwrite", "pwritev", "writev"), errno.ENOSPC, 1),
@@ -406,12 +332,12 @@ def test_a_disk_that_fails_once_at_any_call_costs_nothing(
 ) -> None:
     names, code, stride = KINDS[kind]
     counting = Failing(names, code, allowed=1 << 30)
-    run_script(quick / "counted.zarr", script_states, counting)
+    scripted.run(quick / "counted.zarr", script_states, counting)
     assert counting.seen > 3
     shown = 0
     for number in range(0, counting.seen, stride):
         path = quick / f"{number}.zarr"
-        shown += run_script(path, script_states, Failing(names, code, number))
+        shown += scripted.run(path, script_states, Failing(names, code, number))
         shutil.rmtree(path)
     if kind not in ("failing at an unlink", "failing at a sync"):
         assert shown > 0
@@ -422,10 +348,10 @@ def test_a_disk_that_fails_to_sync_for_a_while_leaves_the_last_commit(
     quick: Path, script_states: list[workload.State], names: tuple[str, ...]
 ) -> None:
     counting = Failing(names, errno.EIO, allowed=1 << 30)
-    run_script(quick / "counted.zarr", script_states, counting)
+    scripted.run(quick / "counted.zarr", script_states, counting)
     for number in range(0, counting.seen, 2):
         path = quick / f"{number}.zarr"
-        run_script(path, script_states, Failing(names, errno.EIO, number, times=4))
+        scripted.run(path, script_states, Failing(names, errno.EIO, number, times=4))
         shutil.rmtree(path)
 
 

@@ -1,4 +1,4 @@
-"""Tests that hundreds of random steps equal torch's table in RAM, whatever the cache and the commits."""
+"""Tests that hundreds of random steps equal torch's in RAM, whatever the cache and commits."""
 
 import pytest
 import torch

@@ -165,6 +165,7 @@ def test_a_view_outlives_its_owner_and_then_lets_the_memory_go(tmp_path: Path) -
 
 @linux
 def test_close_gives_back_every_map_and_descriptor_and_may_be_repeated(tmp_path: Path) -> None:
+    mapped.announces_in_batches()  # keeps one descriptor of the process itself
     before = len(os.listdir("/proc/self/fd"))
     rows = mapped_folder(tmp_path)
     assert len(maps_of(tmp_path)) == 3
@@ -177,6 +178,7 @@ def test_close_gives_back_every_map_and_descriptor_and_may_be_repeated(tmp_path:
 
 @linux
 def test_a_table_that_is_dropped_without_close_is_unmapped(tmp_path: Path) -> None:
+    mapped.announces_in_batches()
     before = len(os.listdir("/proc/self/fd"))
     rows = mapped_folder(tmp_path)
     rows.gather(some_rows(1))
@@ -253,6 +255,15 @@ class FakeLibc:
         return answer
 
 
+@pytest.fixture
+def asked_again() -> Iterator[None]:
+    """The kernel is asked once a process; so that it is asked in the test, and again behind it."""
+    mapped.announces_in_batches.cache_clear()
+    yield
+    mapped.announces_in_batches.cache_clear()
+
+
+@pytest.mark.usefixtures("asked_again")
 @pytest.mark.parametrize("code", [errno.ENOSYS, errno.EPERM, errno.EACCES, errno.EINVAL])
 def test_where_process_madvise_is_refused_madvise_announces_and_rows_are_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
@@ -264,18 +275,35 @@ def test_where_process_madvise_is_refused_madvise_announces_and_rows_are_equal(
     got = rows.gather(index)
     np.testing.assert_array_equal(got.numpy(), by_numpy(tmp_path)[index.numpy()])
     assert libc.announced > 100
-    assert not rows.announces_in_batches
+    assert not mapped.announces_in_batches()
     rows.close()
 
 
+@pytest.mark.usefixtures("asked_again")
 def test_where_there_is_no_pidfd_madvise_announces(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(os, "pidfd_open", raising=False)
+    monkeypatch.setattr(mapped, "_self_descriptor", mapped._self_descriptor.__wrapped__)
     rows = mapped_folder(tmp_path)
-    assert not rows.announces_in_batches
+    assert not mapped.announces_in_batches()
     index = some_rows(6)
     np.testing.assert_array_equal(rows.gather(index).numpy(), by_numpy(tmp_path)[index.numpy()])
+    rows.close()
+
+
+@linux
+def test_where_the_kernel_takes_many_ranges_no_range_is_announced_on_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not mapped.announces_in_batches():
+        pytest.skip("this kernel has no process_madvise, or forbids it here")
+    libc = FakeLibc(mapped._libc, mapped._libc.syscall)
+    monkeypatch.setattr(mapped, "_libc", libc)
+    rows = mapped_folder(tmp_path)
+    index = torch.arange(0, FILES * ROWS, 2)
+    np.testing.assert_array_equal(rows.gather(index).numpy(), by_numpy(tmp_path)[index.numpy()])
+    assert libc.announced == 0
     rows.close()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import crash_child
 import numpy as np
 import pytest
+import scripted
 import store_files
 import system_calls
 import torch
@@ -211,6 +213,31 @@ def test_an_interrupt_leaves_a_step_done_or_not_begun(
     assert nursery.rest()[-1] == ["died", 0]
     with DiskEmbedding.open(path) as emb:
         workload.assert_table_is(emb, shadow.state())
+
+
+def test_an_interrupt_behind_any_system_call_costs_nothing(quick: Path) -> None:
+    """As Ctrl-C does: the handler runs at once, unless the table holds it back for a moment."""
+    states = scripted.states(quick / "seeded.zarr")
+
+    def run(name: str, interrupted: int) -> tuple[int, int]:
+        seen = 0
+
+        def after(*_: Any) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == interrupted:
+                signal.raise_signal(signal.SIGINT)
+
+        return scripted.run(quick / name, states, lambda *_: None, after), seen
+
+    shown, calls = run("counted.zarr", 0)
+    assert shown == 0
+    for number in range(1, calls + 1):
+        path = f"{number}.zarr"
+        shown += run(path, number)[0]
+        shutil.rmtree(quick / path)
+    # An interrupt that comes while a step is applied is shown behind it, and never swallowed.
+    assert shown == calls
 
 
 # Without a kill

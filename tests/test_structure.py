@@ -17,8 +17,8 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 # Lowest first; a module may import those of the lines above its own.
 LAYERS = (
-    ("_version", "errors", "initializers", "rules", "poincare", "interrupts"),
-    ("durable",),
+    ("_version", "errors", "initializers", "rules", "poincare", "interrupts", "ids"),
+    ("durable", "guard"),
     ("mapped", "blocks"),
     ("cache", "log"),
     ("manifest", "merge"),

@@ -1,4 +1,4 @@
-"""Tests of the row views `emb.weight`, `emb.state[...]` and `emb.version`; knows no file but through zarr."""
+"""Tests of the row views `emb.weight`, `emb.state[...]` and `emb.version`; reads files by zarr."""
 
 import numpy as np
 import pytest
