@@ -103,7 +103,7 @@ class Store:
         except BaseException:
             _clear(path)
             if new:
-                path.rmdir()
+                durable.remove_tree(path)
             lock.close()
             raise
 
