@@ -113,3 +113,12 @@ def both(make_table: Callable[..., ooc_embed.DiskEmbedding]):
 def seeded() -> None:
     """Each test draws the same random numbers, alone or in the suite."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """These tables are so small that a second thread only waits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -20,16 +20,9 @@ import workload
 import ooc_embed
 from ooc_embed import CorruptStoreError, DiskEmbedding, FormatError, durable, report
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SEED = 5
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tables are so small that a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def _build(path: Path, flush: bool) -> None:

@@ -23,16 +23,9 @@ import workload
 import ooc_embed
 from ooc_embed import DiskEmbedding, report
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DISK_BYTES = 8 << 20
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tables are so small that a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -19,18 +19,11 @@ import torch
 from ooc_embed import CorruptStoreError, DiskEmbedding, durable, mapped
 from ooc_embed.mapped import MappedRows
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 FILES, ROWS, WIDTH = 4, 1024, 3
 FLOAT = np.dtype("<f4")
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tables are so small that a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def write_chunk(folder: Path, index: int, seed: int = 0) -> Path:

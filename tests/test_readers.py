@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,7 @@ import zarr
 import ooc_embed
 from ooc_embed import DiskEmbedding, LockedError, StoreError, report
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tables are so small that a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -23,6 +23,8 @@ import workload
 import ooc_embed
 from ooc_embed import DiskEmbedding, report
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 ROUNDS = 160
 
 
@@ -37,15 +39,6 @@ def seeded(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     path = tmp_path_factory.mktemp("seeded") / "t.zarr"
     with crash_child.create(str(path), 1 << 20) as emb:
         return emb.weight[:]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tables are so small that a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

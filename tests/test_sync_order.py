@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +16,7 @@ import workload
 
 from ooc_embed import DiskEmbedding
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """These tables are so small that a second thread only waits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def is_part(name: str) -> bool:
