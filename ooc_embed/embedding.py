@@ -292,8 +292,8 @@ class DiskEmbedding(nn.Module):
             text += f", norm_type={self.norm_type}"
         if self.scale_grad_by_freq:
             text += f", scale_grad_by_freq={self.scale_grad_by_freq}"
-        group = self.optimizer.kept_param_groups()[0]
-        hyper = ", ".join(f"{key}={value}" for key, value in group.items())
+        group = self.optimizer.param_groups[0]
+        hyper = ", ".join(f"{key}={value}" for key, value in group.items() if key != "params")
         text += f", path={str(self.path)!r}, optimizer={self._table.rule.name}({hyper})"
         return text + ("" if self.mode == "r+" else f", mode={self.mode!r}")
 
@@ -323,7 +323,8 @@ class DiskEmbedding(nn.Module):
         if state["step"] != self.step:
             raise StoreError(
                 f"the checkpoint was saved at step {state['step']} of the table, {self.path} is at "
-                f"step {self.step}: save a checkpoint with each commit you want to go on from"
+                f"step {self.step}. Load the checkpoint of that step; to go on with the table as "
+                "it is, delete the checkpoint's '_extra_state' key and load with strict=False"
             )
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:

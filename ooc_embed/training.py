@@ -107,6 +107,8 @@ class Run:
             FileExistsError: one is there, and not to be overwritten.
         """
         path = folder / _SETTINGS
+        if (folder / "zarr.json").exists():
+            raise FileExistsError(f"{folder} is a store itself: give the folder of a run as --path")
         if path.exists() and not overwrite:
             raise FileExistsError(
                 f"{folder} holds a run: --resume goes on with it, --overwrite replaces it"

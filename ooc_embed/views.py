@@ -42,6 +42,9 @@ class RowView:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"RowView has no {name!r}: {_whole(self.__dict__.get('_field', ''))}")
+
     def __repr__(self) -> str:
         return f"RowView({self._field}, shape={tuple(self.shape)}, dtype={self.dtype})"
 

@@ -195,7 +195,6 @@ def train_through_interrupts(path: str, seed: int, rounds: int, cache_bytes: int
     import workload
 
     emb = _obtain(path, cache_bytes)
-    report("opened", emb.step)
     training = False
 
     def interrupt(number: int, frame: Any) -> None:
@@ -205,6 +204,7 @@ def train_through_interrupts(path: str, seed: int, rounds: int, cache_bytes: int
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)
+    report("opened", emb.step)
     interrupts = 0
     while emb.step < rounds:
         played = workload.make_round(seed, emb.step, flushes=False)

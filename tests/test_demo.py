@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+import ooc_embed
 from ooc_embed import linkprediction
+from ooc_embed.cli import main
 from ooc_embed.errors import StoreError
 from ooc_embed.linkprediction import ComplEx, Graph
 from ooc_embed.training import Run, Settings
@@ -232,3 +234,12 @@ def test_wordnet_comes_with_the_package() -> None:
     in_train = torch.zeros(graph.num_entities, dtype=torch.bool)
     in_train[graph.train[:, [0, 2]].reshape(-1)] = True
     assert bool(in_train.all())
+
+
+def test_a_store_is_no_folder_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "t.zarr"
+    ooc_embed.DiskEmbedding(4, 2, path=path).close()
+    before = sorted(path.iterdir())
+    assert main(["demo", "--path", str(path), "--steps", "1"]) == 2
+    assert "is a store itself" in capsys.readouterr().err
+    assert sorted(path.iterdir()) == before
