@@ -186,6 +186,11 @@ class RowCache:
         """The records of these slots are newer than any stored ones."""
         self.dirty.index_fill_(0, slots, True)
 
+    @property
+    def dirty_parts(self) -> int:
+        """How many parts `dirty_slots` yields at most."""
+        return 1 + len(self.where) // _BLOCK_ROWS
+
     def dirty_slots(self) -> Iterator[torch.Tensor]:
         """Yield slots whose records are newer than any stored one, in the order of their rows."""
         if int(self.dirty.count_nonzero()) <= _SORTED_SLOTS:

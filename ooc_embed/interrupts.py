@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from types import FrameType
 
 
@@ -26,13 +26,27 @@ def uninterrupted() -> Iterator[None]:
         for number in (signal.SIGINT, signal.SIGTERM)
         if callable(handler := signal.getsignal(number))
     }
-    with ExitStack() as after:
-        # Undone from the last to the first: all handlers are back before one that was held runs.
-        after.callback(_deliver, pending, handlers)
-        for number, handler in handlers.items():
-            after.callback(signal.signal, number, handler)
-            signal.signal(number, lambda received, frame: pending.append((received, frame)))
+    for number in handlers:
+        signal.signal(number, lambda received, frame: pending.append((received, frame)))
+    try:
         yield
+    finally:
+        try:
+            _restore(list(handlers.items()))
+        finally:
+            _deliver(pending, handlers)
+
+
+def _restore(
+    handlers: list[tuple[signal.Signals, Callable[[int, FrameType | None], object]]],
+) -> None:
+    """Put handlers back, all of them even if one that is back already raises at once."""
+    if handlers:
+        (number, handler), *others = handlers
+        try:
+            signal.signal(number, handler)
+        finally:
+            _restore(others)
 
 
 def _deliver(

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from . import durable
-from .errors import CorruptStoreError
+from .errors import CorruptStoreError, StoreError
 from .mapped import MappedRows
 
 # Large runs go past the page cache. They begin and end on whole pages, which 1024 records always
@@ -121,6 +121,11 @@ class RecordLog:
         """
         count = len(rows)
         begin = self._begin(count)
+        if begin + count > self.shape.capacity:
+            raise StoreError(
+                f"{self.folder}: a run of {count:,} records at {begin:,} passes its capacity of "
+                f"{self.shape.capacity:,}"
+            )
         direct = count >= _DIRECT_RUN
         state = self.state
         listed = np.full(begin - state.records + count, SKIPPED, dtype="<i8")

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.autograd import Variable
 
+from . import rules
 from .interrupts import uninterrupted
 from .optimizer import TableOptimizer
 from .table import Prepared, Table
@@ -30,9 +31,10 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 def uncompiled(function: _Function) -> _Function:
     """Keep a function out of torch.compile, which would trace it and never step.
 
-    As torch.optim does; ``torch.compiler.disable`` would load the compiler at import already.
+    This loads the compiler, as the first torch optimizer of a process does: the first table of a
+    process need not wait for it then.
     """
-    return cast(_Function, torch._disable_dynamo(function))  # type: ignore[attr-defined]
+    return cast(_Function, torch.compiler.disable(function))
 
 
 def current_pass() -> int:
@@ -42,7 +44,7 @@ def current_pass() -> int:
 
 def in_compiled_autograd() -> bool:
     """Whether compiled autograd runs the backward pass."""
-    # Looked up, not imported: a program that does not compile need not load the compiler.
+    # Looked up, not imported: this part of the compiler is loaded only where it is used.
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return bool(getattr(module, "in_compiled_autograd_region", False))
 
@@ -93,7 +95,9 @@ class Pass:
     def _prepare(staged: Staged) -> Prepared:
         rows, grads = coalesce(staged.blocks)
         _check_finite(rows, grads)
-        return staged.table.prepare(rows, grads, staged.optimizer.param_groups[0])
+        group = staged.optimizer.param_groups[0]
+        rules.check_group(staged.table.rule, group)
+        return staged.table.prepare(rows, grads, group)
 
 
 # Takes a lookup's gradient (n, D), unique rows (m,), sorting order (n,) and segment starts (m,).

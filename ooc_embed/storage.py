@@ -21,7 +21,7 @@ from . import durable
 from .cache import RowCache
 from .errors import CorruptStoreError, StoreError
 from .interrupts import uninterrupted
-from .log import SKIPPED, FillRecords, LogState, RecordLog
+from .log import ALIGNMENT, SKIPPED, FillRecords, LogState, RecordLog
 from .manifest import Commit, Manifest
 from .mapped import MappedRows
 from .merge import NewestRecords
@@ -180,7 +180,8 @@ class Storage:
         Raises:
             OSError: the disk is full, or failed. Nothing is lost, and a later call may succeed.
         """
-        self.make_room(int(self._cache.dirty.count_nonzero()))
+        dirty = int(self._cache.dirty.count_nonzero())
+        self.make_room(dirty + ALIGNMENT * self._cache.dirty_parts)
         self._append_dirty()
         last = self.manifest.commit
         if self._active.state != self._active.committed or (commit.step, commit.param_groups) != (
@@ -207,7 +208,7 @@ class Storage:
             self._roll_over()
             self._append_dirty()
             self._active.sync()
-        except (OSError, CorruptStoreError) as error:
+        except OSError as error:
             self._failed = f"the disk failed twice to keep the log ({error}): open the store again"
             raise
 
@@ -252,7 +253,11 @@ class Storage:
         self.merge()
         old, new = self._active, self._other
         if old.suspect:
-            old.check_tail()
+            try:
+                old.check_tail()
+            except CorruptStoreError as error:
+                self._failed = f"the disk lost what was appended ({error}): open the store again"
+                raise
         low, high = old.base + old.committed.records, old.base + old.end
         moved = []
         try:
@@ -271,8 +276,9 @@ class Storage:
             )
         finally:
             if self._active is old:
-                new.restart(new.state.generation)
-                new.drop_tail()
+                with uninterrupted():
+                    new.restart(new.state.generation)
+                    new.drop_tail()
         self.merge()
 
     def _rehome(self, moved: list[tuple[slice, int]], low: int, high: int) -> None:

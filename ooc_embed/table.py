@@ -360,10 +360,11 @@ class Table:
         with self._guard.reading():
             if param_groups is not None and self._guard.writer and not self._storage.failed:
                 self._commit(param_groups, flush=flush)
-            self._guard.closed = True
-            self._storage.close()
-            self.store.close()
-            del self.cache.records
+            with uninterrupted():
+                self._guard.closed = True
+                self._storage.close()
+                self.store.close()
+                del self.cache.records
         self._storage.check()
 
 

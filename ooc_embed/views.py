@@ -61,8 +61,10 @@ class RowView:
         if self._counts:
             raise TypeError("versions count writes and cannot be set")
         values = torch.as_tensor(values, dtype=self.dtype, device="cpu").detach()
-        single = isinstance(key, (int, np.integer))
-        rows = self._rows([key] if single else key)
+        rows = self._rows(key)
+        single = isinstance(rows, torch.Tensor) and rows.dim() == 0
+        if isinstance(rows, torch.Tensor):
+            rows = rows.reshape(-1)
         shape = self.shape[1:] if single else (len(rows), *self.shape[1:])
         try:
             values = values.expand(shape)

@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from ram_reference import assert_stored_equal, train_both
+from ram_reference import assert_stored_equal, read_rows, train_both
 
 import ooc_embed
-from ooc_embed import StoreError, durable
+from ooc_embed import CorruptStoreError, StoreError, durable
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ONE_SLOT = 1
@@ -173,3 +173,53 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
     assert (
         subprocess.run([sys.executable, "-c", script, path], env=dict(os.environ)).returncode == 0
     )
+
+
+def test_bad_hyperparameter_of_one_table_leaves_all_of_the_pass_where_they_were(make_table):
+    tables = [make_table(), make_table()]
+    for bad, other in (tables, tables[::-1]):
+        before = bad.optimizer.param_groups[0]["lr"]
+        bad.optimizer.param_groups[0]["lr"] = None
+        with pytest.raises((TypeError, ValueError)):
+            (bad(torch.tensor([1])).sum() + other(torch.tensor([1])).sum()).backward()
+        bad.optimizer.param_groups[0]["lr"] = before
+    assert [emb.step for emb in tables] == [0, 0]
+
+
+def test_single_row_is_assigned_by_any_name_of_it(make_table):
+    emb = make_table(5, 2)
+    emb.weight[-1] = torch.ones(2)
+    emb.weight[torch.tensor(3)] = 2.0
+    emb.weight[np.int64(2)] = [3.0, 4.0]
+    assert emb.weight[2:].tolist() == [[3.0, 4.0], [2.0, 2.0], [1.0, 1.0]]
+
+
+def test_commit_of_many_dirty_rows_in_parts_equals_one_run(make_table, monkeypatch):
+    """More dirty slots than are sorted at once go to the log block by block of rows."""
+    emb, other = make_table(5000, 2), make_table(5000, 2)
+    ids = torch.randint(0, 5000, (4000,))
+    for table in (emb, other):
+        table(ids).sum().backward()
+    other.flush()
+    monkeypatch.setattr("ooc_embed.cache._SORTED_SLOTS", 10)
+    monkeypatch.setattr("ooc_embed.cache._BLOCK_ROWS", 700)
+    emb.flush()
+    assert torch.equal(read_rows(emb.path).weight, read_rows(other.path).weight)
+
+
+def test_table_whose_log_lost_records_closes_at_its_last_commit(make_table, open_table):
+    emb = make_table(50, 2, cache_bytes=ONE_SLOT)
+    train(emb, 1, 2, 3)
+    emb.commit()
+    train(emb, 1, 2, 3)
+    log = emb._table._storage._active
+    with log.records_path(0).open("r+b") as file:
+        file.seek(3 * 28)
+        file.write(b"lost" * 7)
+    log.suspect = True  # as after a failed fdatasync
+    with pytest.raises(CorruptStoreError, match="was written"):
+        train(emb, 4, 5)
+    with pytest.raises(StoreError, match="open the store again"):
+        emb.close()
+    assert emb.closed
+    assert open_table(emb.path).step == 1
