@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from .ids import check_range
+from .manifest import VERSION_FIELD
 from .table import Table
 
 _BLOCK_ROWS = 1 << 16
@@ -35,7 +36,7 @@ class RowView:
         span = table.spans[field]
         rows, columns = table.manifest.num_embeddings, span.stop - span.start
         # How often a row was written is a number, not a vector.
-        self._counts = field == "version"
+        self._counts = field == VERSION_FIELD
         self.shape = torch.Size((rows,) if self._counts else (rows, columns))
         self.dtype = torch.int64 if self._counts else table.dtype
 
