@@ -1,4 +1,4 @@
-"""Runs a rule over records block by block. Knows fields and buffers; knows no disk and no cache.
+"""Runs a rule over records, compiled or by blocks. Knows fields; knows no disk and no cache.
 
 A block's fields fit into the processor's cache, and the buffers are reused. Rows are padded to 64
 bytes: vector code rounds the elements behind the last full vector differently, and no value may
@@ -8,11 +8,14 @@ depend on the block, the cache or the batch that a row came in.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .rules import Rule
+
+if TYPE_CHECKING:
+    from .fused import FusedStep
 
 BLOCK_ROWS = 1024
 _PADDING_BYTES = 64
@@ -29,6 +32,7 @@ class BlockUpdate:
 
     def __init__(self, rule: Rule, spans: Mapping[str, slice], dtype: torch.dtype) -> None:
         self._rule = rule
+        self._fused = _fused_step(rule)
         self._spans = {name: span for name, span in spans.items() if name != "version"}
         self._version = spans["version"].start
         step = _PADDING_BYTES // dtype.itemsize
@@ -62,6 +66,8 @@ class BlockUpdate:
         Returns:
             How many of the records had never been written.
         """
+        if self._fused is not None:
+            return self._fused(records, slots, grads, step, group)
         fresh = 0
         for start in range(0, len(slots), BLOCK_ROWS):
             part = slots[start : start + BLOCK_ROWS]
@@ -89,6 +95,15 @@ class BlockUpdate:
         self._rule.update(weight, grad, fields, step, group)
         for name, span in self._spans.items():
             records[:, span].index_copy_(0, slots, self._parts[name][:count])
+
+
+def _fused_step(rule: Rule) -> FusedStep | None:
+    """The compiled step of a rule, where numba is installed and the rule has one."""
+    try:
+        from .fused import fused_step
+    except ImportError:
+        return None
+    return fused_step(rule)
 
 
 def count_versions(records: torch.Tensor, slots: torch.Tensor, column: int) -> int:

@@ -7,11 +7,11 @@ when the row leaves: 0 or -(p + 1).
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
+
+from .memory import huge_zeros, usable_memory
 
 # Beside its record a slot has: row (8 bytes), home (8), used (4), free (4), dirty (1).
 SLOT_BYTES = 25
@@ -36,40 +36,6 @@ def slots_for(cache_bytes: int | str, num_rows: int, record_bytes: int) -> int:
     return max(1, min(cache_bytes // (record_bytes + SLOT_BYTES), num_rows))
 
 
-def usable_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its cgroups' limit."""
-    limits = [_machine_memory()]
-    for line in _lines(Path("/proc/self/cgroup")):
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            limits += _limits(Path("/sys/fs/cgroup"), group, "memory.max")
-        elif "memory" in controllers.split(","):
-            limits += _limits(Path("/sys/fs/cgroup/memory"), group, "memory.limit_in_bytes")
-    return min(limits)
-
-
-def _machine_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _limits(root: Path, group: str, name: str) -> list[int]:
-    """The limits of a cgroup and of those above it."""
-    folder = root / group.lstrip("/")
-    found = []
-    for path in (folder, *folder.parents):
-        if not path.is_relative_to(root):
-            break
-        found += [int(line) for line in _lines(path / name) if line.isdigit()]
-    return found
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
-
-
 class RowCache:
     """Slots for records, and the map from rows to places.
 
@@ -90,8 +56,8 @@ class RowCache:
     ) -> None:
         index = torch.int32 if max(positions, slots) < _INT32_POSITIONS else torch.int64
         self.slots = slots
-        self.records = torch.empty(slots, width, dtype=dtype, device="cpu")
-        self.where = torch.zeros(num_rows, dtype=index, device="cpu")
+        self.records = huge_zeros((slots, width), dtype)
+        self.where = huge_zeros((num_rows,), index)
         self.row = torch.zeros(slots, dtype=torch.int64, device="cpu")
         self.home = torch.zeros(slots, dtype=index, device="cpu")
         self.dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")

@@ -190,9 +190,9 @@ class DiskEmbedding(nn.Module):
             unique, inverse, order, starts = passes.sort_rows(ids)
             if self.max_norm is not None:
                 self._table.renormalize(unique, self.max_norm, self.norm_type)
-            weights = self._table.lookup(unique) if learning else self._table.read(unique, "weight")
+        fetch = self._table.lookup if learning else self._table.weights
         out: torch.Tensor = passes.Lookup.apply(  # type: ignore[no-untyped-call]
-            self.anchor, weights, unique, inverse, order, starts, self._stage
+            self.anchor, fetch, unique, inverse, order, starts, self._stage
         )
         out = out.reshape(*input.shape, self.embedding_dim)
         return out.to(device=input.device, dtype=self.anchor.dtype)

@@ -100,12 +100,14 @@ class Pass:
         return staged.table.prepare(rows, grads, group)
 
 
+# Takes unique rows (m,) and for each id the index of its row (n,); gives the ids' weights (n, D).
+FetchWeights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 # Takes a lookup's gradient (n, D), unique rows (m,), sorting order (n,) and segment starts (m,).
 StageGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class Lookup(torch.autograd.Function):
-    """Expands unique rows to the batch; backward sums them again and stages them for the step.
+    """Fetches the batch's rows; backward sums the gradients of each and stages them for the step.
 
     The anchor, the table's zero-size parameter, is what makes autograd come here: freezing it, DDP
     and optimizers that want a parameter behave as with nn.Embedding.
@@ -115,7 +117,7 @@ class Lookup(torch.autograd.Function):
     def forward(
         ctx: Any,
         anchor: torch.Tensor,
-        weights: torch.Tensor,
+        fetch_weights: FetchWeights,
         unique: torch.Tensor,
         inverse: torch.Tensor,
         order: torch.Tensor,
@@ -126,7 +128,7 @@ class Lookup(torch.autograd.Function):
         ctx.forward_pass = current_pass()
         # Saved, not kept as attributes: a second backward is then torch's own error.
         ctx.save_for_backward(unique, order, starts)
-        return weights.index_select(0, inverse)
+        return fetch_weights(unique, inverse)
 
     @staticmethod
     @uncompiled

@@ -122,11 +122,12 @@ class Table:
 
     # Reading
 
-    def lookup(self, rows: torch.Tensor) -> torch.Tensor:
-        """Weights of rows that a step may follow: they are brought into the cache.
+    def lookup(self, rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        """Weights of a batch that a step may follow: its rows are brought into the cache.
 
         Args:
-            rows: ``(n,) int64``, sorted and unique.
+            rows: ``(m,) int64``, sorted and unique.
+            inverse: ``(n,) int64``, the index in ``rows`` of each of the batch's ids.
 
         Returns:
             ``(n, D)``.
@@ -134,8 +135,13 @@ class Table:
         with self.writing():
             span = self.spans["weight"]
             if len(rows) > self.cache.slots:
-                return self._read(rows, span)
-            return self.cache.records[:, span].index_select(0, self._fetch(rows))
+                return self._read(rows, span).index_select(0, inverse)
+            slots = self._fetch(rows).index_select(0, inverse)
+            return self.cache.records[:, span].index_select(0, slots)
+
+    def weights(self, rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+        """As `lookup`, but neither cache nor disk change."""
+        return self.read(rows, "weight").index_select(0, inverse)
 
     def read(self, rows: torch.Tensor, field: str) -> torch.Tensor:
         """A field of ``(n,) int64`` rows, in any order; neither cache nor disk change.

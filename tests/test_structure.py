@@ -17,8 +17,8 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 # Lowest first; a module may import those of the lines above its own.
 LAYERS = (
-    ("_version", "errors", "initializers", "rules", "poincare", "interrupts", "ids"),
-    ("durable", "guard"),
+    ("_version", "errors", "initializers", "rules", "poincare", "interrupts", "ids", "memory"),
+    ("durable", "guard", "fused"),
     ("mapped", "blocks"),
     ("cache", "log"),
     ("manifest", "merge"),
