@@ -4,7 +4,9 @@ from ._version import __version__
 from .embedding import DiskEmbedding
 from .errors import CorruptStoreError, FormatError, LockedError, StoreError
 from .initializers import Normal, Uniform, Zeros
+from .lookahead import lookahead
 from .rules import SparseAdam
+from .stats import Stats
 from .views import RowView
 
 __all__ = [
@@ -15,8 +17,10 @@ __all__ = [
     "Normal",
     "RowView",
     "SparseAdam",
+    "Stats",
     "StoreError",
     "Uniform",
     "Zeros",
     "__version__",
+    "lookahead",
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import functools
 import weakref
 from pathlib import Path
 from typing import Any, Self
@@ -10,11 +10,12 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from . import creation, passes, rules
+from . import checkpoint, creation, passes, rules
 from .errors import StoreError
 from .ids import check_range, flat_ids
 from .manifest import VERSION_FIELD
 from .optimizer import TableOptimizer
+from .stats import Stats
 from .table import Table
 from .views import RowView
 
@@ -156,7 +157,7 @@ class DiskEmbedding(nn.Module):
         self.anchor = nn.Parameter(torch.empty(0, dtype=table.dtype))
         self._hook_anchor()
         self.anchor.requires_grad_(table.mode == "r+")
-        self._finalizer = weakref.finalize(self, _close, table, self.optimizer)
+        self._finalizer = weakref.finalize(self, checkpoint.close_dropped, table, self.optimizer)
 
     def _hook_anchor(self) -> None:
         """Have the anchor say which backward passes are steps; again if it was replaced."""
@@ -190,12 +191,30 @@ class DiskEmbedding(nn.Module):
             unique, inverse, order, starts = passes.sort_rows(ids)
             if self.max_norm is not None:
                 self._table.renormalize(unique, self.max_norm, self.norm_type)
-        fetch = self._table.lookup if learning else self._table.weights
+        look_up = self._table.lookup if learning else self._table.weights
+        fetch = functools.partial(look_up, counted=self.max_norm is None)
         out: torch.Tensor = passes.Lookup.apply(  # type: ignore[no-untyped-call]
             self.anchor, fetch, unique, inverse, order, starts, self._stage
         )
         out = out.reshape(*input.shape, self.embedding_dim)
         return out.to(device=input.device, dtype=self.anchor.dtype)
+
+    def prefetch(self, rows: torch.Tensor) -> None:
+        """Have rows that are not in the cache read from disk into the system's page cache.
+
+        It returns before they are there, changes nothing, and does not wait for other threads that
+        use the table. `lookahead` calls it.
+
+        Args:
+            rows: ``(*)`` int32 or int64 ids.
+
+        Raises:
+            TypeError, IndexError: as `forward`.
+            StoreError: the table is closed, or this is a forked child.
+        """
+        ids = flat_ids(rows)
+        check_range(ids, self.num_embeddings)
+        self._table.prefetch(ids)
 
     def _stage(
         self, grad: torch.Tensor, unique: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
@@ -241,6 +260,10 @@ class DiskEmbedding(nn.Module):
     @property
     def closed(self) -> bool:
         return self._table.closed
+
+    def stats(self) -> Stats:
+        """Hits, evictions, bytes, commits and merges since this object was opened."""
+        return self._table.counters.now()
 
     def commit(self) -> int:
         """Make all steps and hyper-parameters durable.
@@ -301,12 +324,7 @@ class DiskEmbedding(nn.Module):
         """What a checkpoint keeps of a table: which commit belongs to it. A writer commits."""
         if self.mode == "r+":
             self.commit()
-        commit = self._table.manifest.commit
-        return {
-            "table_id": self._table.manifest.table_id,
-            "commit": commit.number,
-            "step": commit.step,
-        }
+        return checkpoint.describe(self._table)
 
     def set_extra_state(self, state: Any) -> None:
         """Check that the store is where the checkpoint left it.
@@ -314,18 +332,7 @@ class DiskEmbedding(nn.Module):
         Raises:
             StoreError: it is another table, or another step of it.
         """
-        manifest = self._table.manifest
-        if state["table_id"] != manifest.table_id:
-            raise StoreError(
-                f"the checkpoint belongs to table {state['table_id']}, {self.path} is table "
-                f"{manifest.table_id}"
-            )
-        if state["step"] != self.step:
-            raise StoreError(
-                f"the checkpoint was saved at step {state['step']} of the table, {self.path} is at "
-                f"step {self.step}. Load the checkpoint of that step; to go on with the table as "
-                "it is, delete the checkpoint's '_extra_state' key and load with strict=False"
-            )
+        checkpoint.check(self._table, state)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}_extra_state"] = self.get_extra_state()
@@ -384,13 +391,3 @@ def _open_to_read(kind: type[DiskEmbedding], path: str) -> DiskEmbedding:
 def _arm(table: Table | None) -> None:
     if table is not None:
         passes.arm(table)
-
-
-def _close(table: Table, optimizer: TableOptimizer) -> None:
-    """Close a table whose module is gone: nobody is there to mend a hyper-parameter."""
-    try:
-        param_groups = optimizer.kept_param_groups()
-    except (TypeError, ValueError) as error:
-        warnings.warn(f"{table.store.path}: {error}; the last ones stay", stacklevel=2)
-        param_groups = table.manifest.commit.param_groups
-    table.close(param_groups)

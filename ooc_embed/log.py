@@ -110,6 +110,10 @@ class RecordLog:
         """Copy the records at ``positions``, ``(n,) int64`` of this log, to ``(n, W)``."""
         return self._records.gather(positions, out)
 
+    def announce(self, positions: torch.Tensor) -> None:
+        """Have the pages of these records read ahead."""
+        self._records.announce(positions)
+
     def write(self, rows: np.ndarray, fill: FillRecords) -> LogState:
         """Write a run of rows, sorted and unique, behind the end.
 

@@ -26,6 +26,10 @@ _SYS_PROCESS_MADVISE = 440
 _RANGES_PER_CALL = 1024
 # So many announced gathers in a row that caused no read, and the rows are taken to be resident.
 _IDLE_ANNOUNCEMENTS = 8
+# Every so many gathers are announced all the same.
+_PROBED_GATHERS = 64
+# A thread that announces ahead makes reads of its own meanwhile, and they say nothing here.
+_WHO = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -136,19 +140,21 @@ class MappedRows:
     def gather(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Copy rows, ``(n,) int64`` best sorted, to ``(n, W)``; their pages are read ahead.
 
-        Announcing pages that are resident costs time for nothing, so it stops when it causes no
-        reads, and starts again when a gather faults.
+        Announcing pages that are resident, or announced ahead of this, costs time for nothing, so
+        it stops when it causes no reads, and starts again when a gather faults. A large gather runs
+        in torch's other threads too, whose faults do not count here: so it tries now and then.
         """
-        before = resource.getrusage(resource.RUSAGE_SELF)
-        announced = self._idle < _IDLE_ANNOUNCEMENTS
+        before = resource.getrusage(_WHO)
+        announced = self._idle < _IDLE_ANNOUNCEMENTS or self._idle % _PROBED_GATHERS == 0
         if announced:
             self.announce(rows)
         result = torch.index_select(self._tensor, 0, rows, out=out)
-        after = resource.getrusage(resource.RUSAGE_SELF)
+        after = resource.getrusage(_WHO)
         if announced:
-            self._idle = 0 if after.ru_inblock > before.ru_inblock else self._idle + 1
-        elif after.ru_majflt > before.ru_majflt:
-            self._idle = 0
+            read = after.ru_inblock > before.ru_inblock
+        else:
+            read = after.ru_majflt > before.ru_majflt
+        self._idle = 0 if read else self._idle + 1
         return result
 
     def read(self, start: int, stop: int) -> torch.Tensor:
@@ -159,12 +165,19 @@ class MappedRows:
         return self._tensor[start:stop].clone()
 
     def announce(self, rows: torch.Tensor) -> None:
-        """Ask the kernel to read the pages of ``rows`` ahead, all in one queue."""
+        """Ask the kernel to read the pages of ``rows`` ahead, all in one queue.
+
+        Any thread may do so while others gather, map and close: once closed it does nothing.
+        """
+        # The memory is unmapped when the last reference is gone, and this is one.
+        span = getattr(self, "_span", None)
+        if span is None:
+            return
         wanted = rows.numpy()
         if not self._present.all():
             # Advice on a range without a file is an error that ends the whole call.
             wanted = wanted[self._present[wanted // self._rows_per_file]]
-        first = self._span.address + wanted * self._row_bytes
+        first = span.address + wanted * self._row_bytes
         ranges = np.empty((len(wanted), 2), dtype=np.uint64)
         ranges[:, 0] = first & -_PAGE
         ranges[:, 1] = ((first + self._row_bytes + _PAGE - 1) & -_PAGE) - (first & -_PAGE)

@@ -10,8 +10,9 @@ syncs them, names a manifest without that log, and only then deletes it.
 
 from __future__ import annotations
 
+import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -25,6 +26,7 @@ from .log import ALIGNMENT, SKIPPED, FillRecords, LogState, RecordLog
 from .manifest import Commit, Manifest
 from .mapped import MappedRows
 from .merge import NewestRecords
+from .stats import Counters
 from .store import Store
 
 # Rows whose places are looked at together where a whole log may have to move.
@@ -50,15 +52,17 @@ class Storage:
     Args:
         store: an open store.
         cache: holds the map from rows to places, which this fills.
+        counters: where reads and writes are counted.
 
     Raises:
         CorruptStoreError: a file is missing, short, or fails its checksum.
     """
 
-    def __init__(self, store: Store, cache: RowCache) -> None:
+    def __init__(self, store: Store, cache: RowCache, counters: Counters) -> None:
         self.store = store
         self.manifest: Manifest = store.manifest
         self._cache = cache
+        self._counters = counters
         self._failed: str | None = None
         # Chunk files whose content is known. Of an unfinished merge they have either content.
         sealed = len(self.manifest.commit.logs) == 2
@@ -115,18 +119,41 @@ class Storage:
         Returns:
             ``(n, W)``.
         """
-        in_log = homes < 0
-        if not in_log.any():
+        self._counters.bytes_read += len(rows) * self.store.layout.record_bytes
+        if not (homes < 0).any():
             return self._chunks.gather(rows)
         out = torch.empty(
             len(rows), self.store.layout.width, dtype=self._cache.records.dtype, device="cpu"
         )
-        _gather_part(out, ~in_log, rows, self._chunks)
+        for source, chosen, indices in self._by_source(rows, homes):
+            out[chosen] = source.gather(indices)
+        return out
+
+    def announce(self, rows: torch.Tensor, homes: torch.Tensor) -> None:
+        """Have the stored records of rows, as in `read`, read ahead into the page cache.
+
+        Any thread may call it at any time, without the table's lock: what moves meanwhile is
+        announced for nothing, or not at all. Logs and maps are replaced, never taken away, indices
+        stay within them whatever ``homes`` say, and a map's memory stays while it is announced.
+        """
+        for source, _, indices in self._by_source(rows, homes):
+            source.announce(indices)
+
+    def _by_source(
+        self, rows: torch.Tensor, homes: torch.Tensor
+    ) -> Iterator[tuple[MappedRows | RecordLog, torch.Tensor, torch.Tensor]]:
+        """Yield each array that stores some of the rows, which ones, and where in it they are."""
         positions = -(homes.to(torch.int64) + 1)
+        sources: list[tuple[MappedRows | RecordLog, torch.Tensor, torch.Tensor]] = [
+            (self._chunks, homes >= 0, rows)
+        ]
         for log in (self._active, self._other):
             local = positions - log.base
-            _gather_part(out, in_log & (local >= 0) & (local < log.shape.capacity), local, log)
-        return out
+            sources.append((log, (local >= 0) & (local < log.shape.capacity), local))
+        for source, wanted, indices in sources:
+            chosen = wanted.nonzero().squeeze(1)
+            if len(chosen):
+                yield source, chosen, indices.index_select(0, chosen)
 
     def make_room(self, count: int) -> None:
         """See that a run of ``count`` records fits into the active log.
@@ -144,7 +171,9 @@ class Storage:
         Raises:
             OSError: the disk is full, or failed. The log is as it was.
         """
-        return Run(rows, self._active.write(rows.numpy(), fill))
+        run = Run(rows, self._active.write(rows.numpy(), fill))
+        self._counters.appended(len(rows), self.store.layout.record_bytes)
+        return run
 
     def accept(self, run: Run) -> int:
         """Make a run a part of the log; return the global position of its first record."""
@@ -180,6 +209,7 @@ class Storage:
         Raises:
             OSError: the disk is full, or failed. Nothing is lost, and a later call may succeed.
         """
+        begin = time.perf_counter()
         dirty = int(self._cache.dirty.count_nonzero())
         self.make_room(dirty + ALIGNMENT * self._cache.dirty_parts)
         self._append_dirty()
@@ -191,9 +221,12 @@ class Storage:
             self._sync()
             full = self._active.end > self.store.layout.log_limit
             self._name_commit(commit, seal=flush or full)
+            self._counters.committed(begin)
         self.merge()
         if flush and self._active.end:
+            begin = time.perf_counter()
             self._name_commit(commit, seal=True)
+            self._counters.committed(begin)
             self.merge()
 
     def _sync(self) -> None:
@@ -267,6 +300,7 @@ class Storage:
                 if len(rows):
                     positions = -(self._cache.find(rows).to(torch.int64) + 1) - old.base
                     new.accept(new.write(rows.numpy(), _copier(old, positions)))
+                    self._counters.appended(len(rows), self.store.layout.record_bytes)
                     moved.append((block, new.base + new.end - len(rows)))
             commit = replace(
                 self.manifest.commit, logs=(old.committed, LogState(new.state.generation))
@@ -295,6 +329,7 @@ class Storage:
         """
         if not self._sealed:
             return
+        begin = time.perf_counter()
         log, layout = self._other, self.store.layout
         newest = NewestRecords(log, layout.chunk_rows, layout.num_chunks)
         buffer = durable.page_aligned(layout.chunk_bytes)
@@ -310,6 +345,7 @@ class Storage:
             # Until the write has returned, the file may have either content.
             self._known_crc32.pop(index, None)
             checksums[index] = self._known_crc32[index] = self.store.write_chunk(index, chunk)
+            self._counters.bytes_written += layout.chunk_bytes
             first = index * layout.chunk_rows
             with uninterrupted():
                 self._chunks.map_file(index, self.store.chunk_path(index))
@@ -323,6 +359,7 @@ class Storage:
         self._name(replace(self.manifest, commit=commit, checksums=checksums))
         self._known_crc32 = dict(checksums)
         log.drop_tail()
+        self._counters.merged(begin)
 
     def _read_known(self, index: int, buffer: np.ndarray) -> None:
         """Read a chunk that a merge goes on with, and see that nobody else has changed it."""
@@ -352,17 +389,6 @@ class Storage:
         self._active.close()
         self._other.close()
         self._chunks.close()
-
-
-def _gather_part(
-    out: torch.Tensor,
-    wanted: torch.Tensor,
-    indices: torch.Tensor,
-    source: MappedRows | RecordLog,
-) -> None:
-    chosen = wanted.nonzero().squeeze(1)
-    if len(chosen):
-        out[chosen] = source.gather(indices.index_select(0, chosen))
 
 
 def _copier(log: RecordLog, positions: torch.Tensor) -> FillRecords:

@@ -23,6 +23,7 @@ from .errors import CorruptStoreError, StoreError
 from .guard import Guard
 from .interrupts import uninterrupted
 from .manifest import VERSION_FIELD, Commit, Manifest
+from .stats import Counters
 from .storage import Run, Storage
 from .store import Store
 
@@ -60,6 +61,7 @@ class Table:
 
     Attributes:
         step_count: optimizer steps taken.
+        counters: what it did since it was opened.
     """
 
     @torch.inference_mode(False)  # such a mode may be on, and its tensors could never be stepped
@@ -83,7 +85,8 @@ class Table:
             layout.num_embeddings, slots, layout.width, self.dtype, 2 * layout.log.capacity
         )
         self._piece = max(_PIECE_BYTES // layout.record_bytes, _FEWEST_ROWS)
-        self._storage = Storage(store, self.cache)
+        self.counters = Counters()
+        self._storage = Storage(store, self.cache, self.counters)
 
     @classmethod
     def open(cls, path: Path, mode: str, cache_bytes: int | str) -> Table:
@@ -122,12 +125,26 @@ class Table:
 
     # Reading
 
-    def lookup(self, rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    def prefetch(self, rows: torch.Tensor) -> None:
+        """Have those of ``(n,) int64`` rows that are not in the cache read ahead of a lookup.
+
+        It reads the map without the lock, or it would wait for the step that it runs beside. The
+        map lives as long as the table, in one place; a row that has moved since is announced for
+        nothing, or its lookup reads it.
+        """
+        self._guard.check()
+        rows = rows[self.cache.find(rows) <= 0].unique()
+        self._storage.announce(rows, self.cache.find(rows))
+
+    def lookup(
+        self, rows: torch.Tensor, inverse: torch.Tensor, *, counted: bool = True
+    ) -> torch.Tensor:
         """Weights of a batch that a step may follow: its rows are brought into the cache.
 
         Args:
             rows: ``(m,) int64``, sorted and unique.
             inverse: ``(n,) int64``, the index in ``rows`` of each of the batch's ids.
+            counted: whether hits and misses count; not after `renormalize`, which counts them.
 
         Returns:
             ``(n, D)``.
@@ -135,26 +152,30 @@ class Table:
         with self.writing():
             span = self.spans["weight"]
             if len(rows) > self.cache.slots:
-                return self._read(rows, span).index_select(0, inverse)
-            slots = self._fetch(rows).index_select(0, inverse)
+                return self._read(rows, span, counted=counted).index_select(0, inverse)
+            slots = self._fetch(rows, counted=counted).index_select(0, inverse)
             return self.cache.records[:, span].index_select(0, slots)
 
-    def weights(self, rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    def weights(
+        self, rows: torch.Tensor, inverse: torch.Tensor, *, counted: bool = True
+    ) -> torch.Tensor:
         """As `lookup`, but neither cache nor disk change."""
-        return self.read(rows, "weight").index_select(0, inverse)
+        return self.read(rows, "weight", counted=counted).index_select(0, inverse)
 
-    def read(self, rows: torch.Tensor, field: str) -> torch.Tensor:
+    def read(self, rows: torch.Tensor, field: str, *, counted: bool = False) -> torch.Tensor:
         """A field of ``(n,) int64`` rows, in any order; neither cache nor disk change.
 
         Returns:
             ``(n, columns of the field)``.
         """
         with self._guard.reading():
-            return self._read(rows, self.spans[field])
+            return self._read(rows, self.spans[field], counted=counted)
 
-    def _read(self, rows: torch.Tensor, span: slice) -> torch.Tensor:
+    def _read(self, rows: torch.Tensor, span: slice, *, counted: bool) -> torch.Tensor:
         places = self.cache.find(rows).to(torch.int64)
         missing = (places <= 0).nonzero().squeeze(1)
+        if counted:
+            self.counters.looked_up(len(rows), len(missing))
         if not len(missing):
             return self.cache.records[:, span].index_select(0, places - 1)
         out = torch.empty(len(rows), span.stop - span.start, dtype=self.dtype, device="cpu")
@@ -191,10 +212,12 @@ class Table:
 
     # The cache
 
-    def _fetch(self, rows: torch.Tensor) -> torch.Tensor:
+    def _fetch(self, rows: torch.Tensor, *, counted: bool = False) -> torch.Tensor:
         """Bring sorted unique rows, no more than slots, into the cache: ``(n,)`` slots."""
         places = self.cache.find(rows).to(torch.int64)
         missing = (places <= 0).nonzero().squeeze(1)
+        if counted:
+            self.counters.looked_up(len(rows), len(missing))
         if not len(missing):
             self.cache.begin_batch(places - 1)
             return places - 1
@@ -221,6 +244,7 @@ class Table:
         self._storage.append_slots(victims[self.cache.dirty[victims]])
         with uninterrupted():
             self.cache.release(victims)
+        self.counters.evictions += len(victims)
 
     # Stepping
 
@@ -281,7 +305,8 @@ class Table:
     def renormalize(self, rows: torch.Tensor, max_norm: float, norm_type: float) -> None:
         """Scale those of the sorted unique rows whose norm is above ``max_norm`` down to it.
 
-        As torch does: by ``max_norm / (norm + 1e-7)``, in place, moments untouched.
+        As torch does: by ``max_norm / (norm + 1e-7)``, in place, moments untouched. Hits and misses
+        of the lookup that follows are counted here.
         """
         if not self._guard.writer:
             raise StoreError(
@@ -290,7 +315,7 @@ class Table:
             )
         with self.writing():
             for start in range(0, len(rows), piece := min(self.cache.slots, self._piece)):
-                slots = self._fetch(rows[start : start + piece])
+                slots = self._fetch(rows[start : start + piece], counted=True)
                 weights = self.cache.records[:, self.spans["weight"]].index_select(0, slots)
                 norms = weights.norm(norm_type, dim=1, keepdim=True)
                 large = (norms > max_norm).squeeze(1)

@@ -17,7 +17,17 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 # Lowest first; a module may import those of the lines above its own.
 LAYERS = (
-    ("_version", "errors", "initializers", "rules", "poincare", "interrupts", "ids", "memory"),
+    (
+        "_version",
+        "errors",
+        "initializers",
+        "rules",
+        "poincare",
+        "interrupts",
+        "ids",
+        "memory",
+        "stats",
+    ),
     ("durable", "guard", "fused"),
     ("mapped", "blocks"),
     ("cache", "log"),
@@ -27,8 +37,9 @@ LAYERS = (
     ("storage", "bulk"),
     ("table",),
     ("optimizer", "views"),
-    ("passes", "creation"),
+    ("passes", "creation", "checkpoint"),
     ("embedding",),
+    ("lookahead",),
 )
 CORE = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # They measure disks and draw figures, and never have a store's file open themselves.
@@ -247,9 +258,11 @@ PUBLIC = {
     "LockedError",
     "Normal",
     "SparseAdam",
+    "Stats",
     "StoreError",
     "Uniform",
     "Zeros",
+    "lookahead",
 }
 
 

@@ -1,0 +1,80 @@
+"""Counts what a table did since it was opened. Knows numbers; knows no table and no disk."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a table did since this object was opened; `DiskEmbedding.stats` returns it.
+
+    Attributes:
+        hits, misses: rows that lookups found in the cache, or not. Each unique row of a lookup
+            counts once, in training and evaluation, also in batches larger than the cache; a step
+            and the views count nothing. A reader has no cache, so all its rows are misses.
+        evictions: rows that left the cache to make room.
+        bytes_read: records gathered from logs and table, from disk or page cache, by lookups,
+            steps, assignments and views. Rows that were never written are among them.
+        bytes_written: records appended to the logs, and chunks that merges wrote.
+        log_records: records appended to the logs, by evictions and commits.
+        commits: commits made; one that found no change is none.
+        commit_seconds: time in them, without the merges that follow.
+        merges, merge_seconds: merges finished, that of an unfinished one at open too, and their
+            time.
+    """
+
+    hits: int
+    misses: int
+    evictions: int
+    bytes_read: int
+    bytes_written: int
+    log_records: int
+    commits: int
+    commit_seconds: float
+    merges: int
+    merge_seconds: float
+
+    @property
+    def hit_rate(self) -> float:
+        """The share of looked-up rows that were in the cache; NaN before the first lookup."""
+        rows = self.hits + self.misses
+        return self.hits / rows if rows else float("nan")
+
+
+@dataclass
+class Counters:
+    """The running counts behind `Stats`. They change under the table's lock."""
+
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    bytes_read: int = 0
+    bytes_written: int = 0
+    log_records: int = 0
+    commits: int = 0
+    commit_seconds: float = 0.0
+    merges: int = 0
+    merge_seconds: float = 0.0
+
+    def looked_up(self, rows: int, misses: int) -> None:
+        self.hits += rows - misses
+        self.misses += misses
+
+    def appended(self, records: int, record_bytes: int) -> None:
+        self.log_records += records
+        self.bytes_written += records * record_bytes
+
+    def committed(self, begin: float) -> None:
+        """A commit that began at ``begin`` by ``time.perf_counter`` is done."""
+        self.commits += 1
+        self.commit_seconds += time.perf_counter() - begin
+
+    def merged(self, begin: float) -> None:
+        """A merge that began at ``begin`` by ``time.perf_counter`` is done."""
+        self.merges += 1
+        self.merge_seconds += time.perf_counter() - begin
+
+    def now(self) -> Stats:
+        return Stats(**asdict(self))
