@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from . import initializers, rules
+from . import rules
 from ._version import __version__
 from .blocks import BlockUpdate, count_versions
 from .cache import RowCache, slots_for
 from .errors import CorruptStoreError, StoreError
+from .fetcher import RowFetcher
 from .guard import Guard
 from .interrupts import uninterrupted
 from .manifest import VERSION_FIELD, Commit, Manifest
@@ -28,9 +29,6 @@ from .storage import Run, Storage
 from .store import Store
 
 _READ_ATTEMPTS = 100
-# Whole records that go through memory at once, where many rows are read.
-_PIECE_BYTES = 32 << 20
-_FEWEST_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,6 @@ class Table:
         self.spans = field_spans(manifest.fields)
         self.step_count = manifest.commit.step
         self.rows_written = manifest.commit.rows_written
-        self._init = initializers.from_json(manifest.init)
         self._update = BlockUpdate(self.rule, self.spans, self.dtype)
         self._version = self.spans[VERSION_FIELD].start
         slots = 0
@@ -84,9 +81,11 @@ class Table:
         self.cache = RowCache(
             layout.num_embeddings, slots, layout.width, self.dtype, 2 * layout.log.capacity
         )
-        self._piece = max(_PIECE_BYTES // layout.record_bytes, _FEWEST_ROWS)
         self.counters = Counters()
         self._storage = Storage(store, self.cache, self.counters)
+        self._rows = RowFetcher(
+            self.cache, self._storage, self.spans["weight"], self._version, self.counters
+        )
 
     @classmethod
     def open(cls, path: Path, mode: str, cache_bytes: int | str) -> Table:
@@ -128,13 +127,10 @@ class Table:
     def prefetch(self, rows: torch.Tensor) -> None:
         """Have those of ``(n,) int64`` rows that are not in the cache read ahead of a lookup.
 
-        It reads the map without the lock, or it would wait for the step that it runs beside. The
-        map lives as long as the table, in one place; a row that has moved since is announced for
-        nothing, or its lookup reads it.
+        It does not take the lock, or it would wait for the step that it runs beside.
         """
         self._guard.check()
-        rows = rows[self.cache.find(rows) <= 0].unique()
-        self._storage.announce(rows, self.cache.find(rows))
+        self._rows.prefetch(rows)
 
     def lookup(
         self, rows: torch.Tensor, inverse: torch.Tensor, *, counted: bool = True
@@ -152,8 +148,8 @@ class Table:
         with self.writing():
             span = self.spans["weight"]
             if len(rows) > self.cache.slots:
-                return self._read(rows, span, counted=counted).index_select(0, inverse)
-            slots = self._fetch(rows, counted=counted).index_select(0, inverse)
+                return self._rows.read(rows, span, counted=counted).index_select(0, inverse)
+            slots = self._rows.fetch(rows, counted=counted).index_select(0, inverse)
             return self.cache.records[:, span].index_select(0, slots)
 
     def weights(
@@ -169,82 +165,7 @@ class Table:
             ``(n, columns of the field)``.
         """
         with self._guard.reading():
-            return self._read(rows, self.spans[field], counted=counted)
-
-    def _read(self, rows: torch.Tensor, span: slice, *, counted: bool) -> torch.Tensor:
-        places = self.cache.find(rows).to(torch.int64)
-        missing = (places <= 0).nonzero().squeeze(1)
-        if counted:
-            self.counters.looked_up(len(rows), len(missing))
-        if not len(missing):
-            return self.cache.records[:, span].index_select(0, places - 1)
-        out = torch.empty(len(rows), span.stop - span.start, dtype=self.dtype, device="cpu")
-        for part in range(0, len(rows), self._piece):
-            block = slice(part, part + self._piece)
-            out[block] = self._records_of(rows[block])[:, span]
-        return out
-
-    def _records_of(self, rows: torch.Tensor) -> torch.Tensor:
-        """The newest records of rows, wherever they are: ``(n, W)``."""
-        places = self.cache.find(rows)
-        hits = (places > 0).nonzero().squeeze(1)
-        if not len(hits):
-            return self._stored(rows, places)
-        misses = (places <= 0).nonzero().squeeze(1)
-        out = torch.empty(len(rows), self.store.layout.width, dtype=self.dtype, device="cpu")
-        out[hits] = self.cache.records.index_select(0, places[hits].to(torch.int64) - 1)
-        if len(misses):
-            out[misses] = self._stored(rows[misses], places[misses])
-        return out
-
-    def _stored(self, rows: torch.Tensor, homes: torch.Tensor) -> torch.Tensor:
-        """Records from disk, with initial values where there is none: ``(n, W)``."""
-        records = self._storage.read(rows, homes)
-        fresh = (records[:, self._version] == 0).nonzero().squeeze(1)
-        if len(fresh):
-            new = rows.index_select(0, fresh)
-            manifest = self.manifest
-            values = self._init.rows(new, self.dim, manifest.seed, self.dtype)
-            if manifest.padding_idx is not None:
-                values[new == manifest.padding_idx] = 0
-            records[fresh, self.spans["weight"]] = values
-        return records
-
-    # The cache
-
-    def _fetch(self, rows: torch.Tensor, *, counted: bool = False) -> torch.Tensor:
-        """Bring sorted unique rows, no more than slots, into the cache: ``(n,)`` slots."""
-        places = self.cache.find(rows).to(torch.int64)
-        missing = (places <= 0).nonzero().squeeze(1)
-        if counted:
-            self.counters.looked_up(len(rows), len(missing))
-        if not len(missing):
-            self.cache.begin_batch(places - 1)
-            return places - 1
-        self.cache.begin_batch(places[places > 0] - 1)
-        self._make_room(len(missing))
-        for part in missing.split(self._piece):
-            wanted = rows.index_select(0, part)
-            homes = self.cache.find(wanted)
-            records = self._stored(wanted, homes)
-            slots = self.cache.free_slots(len(part))
-            with uninterrupted():
-                self.cache.records[slots] = records
-                self.cache.insert(slots, wanted, homes)
-            places[part] = slots + 1
-        return places - 1
-
-    def _make_room(self, count: int) -> None:
-        """Evict until ``count`` slots are free; dirty rows go to the log as one sorted run."""
-        missing = count - self.cache.num_free
-        if missing <= 0:
-            return
-        self._storage.make_room(self.cache.slots)
-        victims = self.cache.victims(missing)
-        self._storage.append_slots(victims[self.cache.dirty[victims]])
-        with uninterrupted():
-            self.cache.release(victims)
-        self.counters.evictions += len(victims)
+            return self._rows.read(rows, self.spans[field], counted=counted)
 
     # Stepping
 
@@ -263,14 +184,14 @@ class Table:
             StoreError: the table is closed, read-only, forked or has failed.
         """
         if len(rows) <= self.cache.slots:
-            return Prepared(rows, grads, self._fetch(rows))
+            return Prepared(rows, grads, self._rows.fetch(rows))
         # A batch that does not fit is stepped on its way into the log, as one sorted run.
         self._storage.make_room(len(rows))
         fresh = 0
 
         def fill(start: int, stop: int, out: torch.Tensor) -> None:
             nonlocal fresh
-            out.copy_(self._records_of(rows[start:stop]))
+            out.copy_(self._rows.records_of(rows[start:stop]))
             slots = torch.arange(stop - start, device="cpu")
             fresh += self._update.step(out, slots, grads[start:stop], self.step_count + 1, group)
 
@@ -298,9 +219,9 @@ class Table:
             values: ``(n, columns of the field)``.
         """
         with self.writing():
-            for start in range(0, len(rows), piece := min(self.cache.slots, self._piece)):
+            for start in range(0, len(rows), piece := min(self.cache.slots, self._rows.piece)):
                 part = slice(start, start + piece)
-                self._write(self._fetch(rows[part]), field, values[part].to(self.dtype))
+                self._write(self._rows.fetch(rows[part]), field, values[part].to(self.dtype))
 
     def renormalize(self, rows: torch.Tensor, max_norm: float, norm_type: float) -> None:
         """Scale those of the sorted unique rows whose norm is above ``max_norm`` down to it.
@@ -314,8 +235,8 @@ class Table:
                 f"it: open it with mode='r+', or read emb.weight[rows]"
             )
         with self.writing():
-            for start in range(0, len(rows), piece := min(self.cache.slots, self._piece)):
-                slots = self._fetch(rows[start : start + piece], counted=True)
+            for start in range(0, len(rows), piece := min(self.cache.slots, self._rows.piece)):
+                slots = self._rows.fetch(rows[start : start + piece], counted=True)
                 weights = self.cache.records[:, self.spans["weight"]].index_select(0, slots)
                 norms = weights.norm(norm_type, dim=1, keepdim=True)
                 large = (norms > max_norm).squeeze(1)

@@ -35,6 +35,7 @@ LAYERS = (
     ("arrays",),
     ("store",),
     ("storage", "bulk"),
+    ("fetcher",),
     ("table",),
     ("optimizer", "views"),
     ("passes", "creation", "checkpoint"),

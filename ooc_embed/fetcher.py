@@ -1,0 +1,140 @@
+"""Brings rows from where they are to a batch, or into the cache. Knows no rule and no lock."""
+
+from __future__ import annotations
+
+import torch
+
+from . import initializers
+from .cache import RowCache
+from .interrupts import uninterrupted
+from .stats import Counters
+from .storage import Storage
+
+# Whole records that go through memory at once, where many rows are read.
+_PIECE_BYTES = 32 << 20
+_FEWEST_ROWS = 1024
+
+
+class RowFetcher:
+    """Reads rows from cache, logs and table.
+
+    Args:
+        cache: the hot rows, and where all others are.
+        storage: the stored records.
+        weight: columns of the weight in a record.
+        version: column of the version.
+        counters: where hits, misses and evictions are counted.
+
+    Attributes:
+        piece: so many whole records go through memory at once.
+    """
+
+    def __init__(
+        self, cache: RowCache, storage: Storage, weight: slice, version: int, counters: Counters
+    ) -> None:
+        layout = storage.store.layout
+        self.piece = max(_PIECE_BYTES // layout.record_bytes, _FEWEST_ROWS)
+        self._cache = cache
+        self._storage = storage
+        self._weight = weight
+        self._version = version
+        self._counters = counters
+        self._init = initializers.from_json(storage.manifest.init)
+
+    def prefetch(self, rows: torch.Tensor) -> None:
+        """Have those of ``(n,) int64`` rows that are not in the cache read ahead.
+
+        Any thread may call it at any time: the map lives as long as the table, in one place; a row
+        that has moved since is announced for nothing, or its lookup reads it.
+        """
+        rows = rows[self._cache.find(rows) <= 0].unique()
+        self._storage.announce(rows, self._cache.find(rows))
+
+    def read(self, rows: torch.Tensor, span: slice, *, counted: bool = False) -> torch.Tensor:
+        """Columns of rows in any order; neither cache nor disk change.
+
+        Args:
+            rows: ``(n,) int64``.
+            span: the columns.
+            counted: whether hits and misses count.
+
+        Returns:
+            ``(n, columns)``.
+        """
+        places = self._cache.find(rows).to(torch.int64)
+        missing = (places <= 0).nonzero().squeeze(1)
+        if counted:
+            self._counters.looked_up(len(rows), len(missing))
+        if not len(missing):
+            return self._cache.records[:, span].index_select(0, places - 1)
+        out = torch.empty(
+            len(rows), span.stop - span.start, dtype=self._cache.records.dtype, device="cpu"
+        )
+        for part in range(0, len(rows), self.piece):
+            block = slice(part, part + self.piece)
+            out[block] = self.records_of(rows[block])[:, span]
+        return out
+
+    def records_of(self, rows: torch.Tensor) -> torch.Tensor:
+        """The newest records of rows, wherever they are: ``(n, W)``."""
+        places = self._cache.find(rows)
+        hits = (places > 0).nonzero().squeeze(1)
+        if not len(hits):
+            return self._stored(rows, places)
+        misses = (places <= 0).nonzero().squeeze(1)
+        out = torch.empty(
+            len(rows), self._cache.records.shape[1], dtype=self._cache.records.dtype, device="cpu"
+        )
+        out[hits] = self._cache.records.index_select(0, places[hits].to(torch.int64) - 1)
+        if len(misses):
+            out[misses] = self._stored(rows[misses], places[misses])
+        return out
+
+    def _stored(self, rows: torch.Tensor, homes: torch.Tensor) -> torch.Tensor:
+        """Records from disk, with initial values where there is none: ``(n, W)``."""
+        records = self._storage.read(rows, homes)
+        fresh = (records[:, self._version] == 0).nonzero().squeeze(1)
+        if len(fresh):
+            new = rows.index_select(0, fresh)
+            manifest = self._storage.manifest
+            values = self._init.rows(
+                new, manifest.embedding_dim, manifest.seed, self._cache.records.dtype
+            )
+            if manifest.padding_idx is not None:
+                values[new == manifest.padding_idx] = 0
+            records[fresh, self._weight] = values
+        return records
+
+    def fetch(self, rows: torch.Tensor, *, counted: bool = False) -> torch.Tensor:
+        """Bring sorted unique rows, no more than slots, into the cache: ``(n,)`` slots."""
+        places = self._cache.find(rows).to(torch.int64)
+        missing = (places <= 0).nonzero().squeeze(1)
+        if counted:
+            self._counters.looked_up(len(rows), len(missing))
+        if not len(missing):
+            self._cache.begin_batch(places - 1)
+            return places - 1
+        self._cache.begin_batch(places[places > 0] - 1)
+        self._make_room(len(missing))
+        for part in missing.split(self.piece):
+            wanted = rows.index_select(0, part)
+            homes = self._cache.find(wanted)
+            records = self._stored(wanted, homes)
+            slots = self._cache.free_slots(len(part))
+            with uninterrupted():
+                self._cache.records[slots] = records
+                self._cache.insert(slots, wanted, homes)
+            places[part] = slots + 1
+        return places - 1
+
+    def _make_room(self, count: int) -> None:
+        """Evict until ``count`` slots are free; dirty rows go to the log as one sorted run."""
+        missing = count - self._cache.num_free
+        if missing <= 0:
+            return
+        self._storage.make_room(self._cache.slots)
+        victims = self._cache.victims(missing)
+        self._storage.append_slots(victims[self._cache.dirty[victims]])
+        with uninterrupted():
+            self._cache.release(victims)
+        self._counters.evictions += len(victims)
