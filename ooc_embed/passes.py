@@ -198,28 +198,33 @@ def sort_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
         The unique rows ``(m,)``; for each id the index of its unique row ``(n,)``; the stable order
         ``(n,)`` that sorts the ids; where in it each unique row begins ``(m,)``.
     """
-    ordered, order = _stable_sort(rows)
-    unique, of_ordered, counts = torch.unique_consecutive(
-        ordered, return_inverse=True, return_counts=True
+    ordered, order = _stable_sort(rows.numpy())
+    is_start = np.ones(len(ordered), dtype=np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_start[1:])
+    starts = np.flatnonzero(is_start)
+    inverse = np.empty_like(order)
+    inverse[order] = np.cumsum(is_start) - 1
+    unique = ordered[starts]
+    return (
+        torch.from_numpy(unique),
+        torch.from_numpy(inverse),
+        torch.from_numpy(order),
+        torch.from_numpy(starts),
     )
-    inverse = torch.empty_like(order)
-    inverse[order] = of_ordered
-    return unique, inverse, order, counts.cumsum(0) - counts
 
 
-def _stable_sort(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _stable_sort(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Sort ids and say from where each came, equal ones in their old order.
 
-    Id and place in one integer sort ten times faster in numpy than torch sorts the pair.
+    Id and place in one integer sort several times faster than ids with an order beside them.
     """
     place_bits = len(rows).bit_length()
     if not len(rows) or int(rows.max()) >= 1 << (62 - place_bits):
-        return rows.sort(stable=True)
-    packed = np.sort((rows.numpy() << place_bits) | np.arange(len(rows)))
-    return (
-        torch.from_numpy(packed >> place_bits),
-        torch.from_numpy(packed & ((1 << place_bits) - 1)),
-    )
+        order = np.argsort(rows, kind="stable")
+        return rows[order], order
+    packed = (rows << place_bits) | np.arange(len(rows))
+    packed.sort()
+    return packed >> place_bits, packed & ((1 << place_bits) - 1)
 
 
 def coalesce(
