@@ -65,10 +65,10 @@ _PARTS = {
         bench_cold.measure,
         bench_cold.Settings(),
         {
-            "rows": 500_000,
-            "memory_limit": 768 << 20,
+            "rows": 600_000,
+            "memory_limit": 1 << 30,
             "seconds": 3.0,
-            "steps": 60,
+            "steps": 80,
             "commit_every": 10,
         },
         limited=True,
@@ -83,7 +83,7 @@ _PARTS = {
         "a merge, beside what the disk reads and writes at once",
         bench_merge.measure,
         bench_merge.Settings(),
-        {"rows": 500_000, "touched": 200_000, "memory_limit": 768 << 20},
+        {"rows": 600_000, "touched": 240_000, "memory_limit": 1 << 30},
         limited=True,
     ),
     "lookahead": _Part(
@@ -161,7 +161,7 @@ def _add_option(command: argparse.ArgumentParser, name: str, default: Any) -> No
         type=memory_limit.parse_bytes if name in _SIZES else type(sample),
         nargs="+" if several else None,
         choices=DISTRIBUTIONS if name == "distributions" else None,
-        help=f"{_HELP[name]}, default: {shown}",
+        help=_HELP[name] + ("" if default is None else f", default: {shown}"),
     )
 
 

@@ -40,7 +40,7 @@ class Settings:
     dim: int = 128
     batch: int = 16384
     distributions: tuple[str, ...] = DISTRIBUTIONS
-    steps: int = 1500
+    steps: int = 2500
     merges: int = 2
     commit_every: int = 100
     seconds: float = 20.0
@@ -83,21 +83,15 @@ def measure(settings: Settings, figures: Figures, folder: Path) -> None:
     check_space(folder, int(2.1 * settings.table_bytes))
     references: dict[str, References] = {name: {} for name in settings.distributions}
     _measure_memmap(settings, figures, folder, references)
-    drawn = {name: _draw(settings, name) for name in settings.distributions}
-    _measure_mapped(settings, figures, folder / "records", drawn, references)
+    _measure_mapped(settings, figures, folder / "records", references)
     path = folder / "table.zarr"
     figures.section(f"DiskEmbedding, {settings.rows:,} x {settings.dim}")
     import_table(figures, path, settings.rows, settings.dim, settings.seed)
     _measure_cold_reads(settings, figures, path)
-    for name in settings.distributions:
+    for name, rates in references.items():
+        drawn = Drawn.draw(name, settings.rows, settings.batch, settings.steps, seed=settings.seed)
         for ahead in (False, True):
-            _measure_training(settings, figures, path, name, drawn[name], references[name], ahead)
-
-
-def _draw(settings: Settings, distribution: str) -> Drawn:
-    return Drawn.draw(
-        distribution, settings.rows, settings.batch, settings.steps, seed=settings.seed
-    )
+            _measure_training(settings, figures, path, name, drawn, rates, ahead)
 
 
 def _measure_memmap(
@@ -137,29 +131,22 @@ def _measure_memmap(
 
 
 def _measure_mapped(
-    settings: Settings,
-    figures: Figures,
-    path: Path,
-    drawn: dict[str, Drawn],
-    references: dict[str, References],
+    settings: Settings, figures: Figures, path: Path, references: dict[str, References]
 ) -> None:
     write_sequentially(path, random_floats(settings.seed), settings.table_bytes)
     figures.section(f"mapped in place, announced, no cache, batch {settings.batch:,}")
     target = torch.randn(settings.batch, settings.dim)
     for name, rates in references.items():
         drop_from_page_cache([path])
+        ids = batches(name, settings.rows, settings.batch, seed=settings.seed)
         table = MappedTable(path, settings.rows, settings.dim)
-        # The first part fills the page cache. Written pages must be on the disk before and after
-        # the second, or it would pay for others' writes, or others for its own.
         warmup, timed = _Timed(table.step), _Timed(table.step)
-        for ids in drawn[name]:
-            part = warmup if warmup.seconds < settings.seconds else timed
-            if part is timed and not timed.ids:
-                table.flush()
-            part.step(ids, target)
-            if timed.seconds >= 2 * settings.seconds:
-                break
-        timed = timed if timed.ids else warmup
+        while warmup.seconds < settings.seconds:  # fills the page cache
+            warmup.step(next(ids), target)
+        # What is timed pays for its own writes, all of them, and for nobody else's.
+        table.flush()
+        while timed.seconds < 2 * settings.seconds:
+            timed.step(next(ids), target)
         timed.seconds += seconds(table.flush)
         rates["x_mapped"] = _add_rate(figures, f"training, {name} ids", timed)
         table.close()
