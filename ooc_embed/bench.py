@@ -1,55 +1,174 @@
-"""The measurements that the docs quote; knows tables by their public interface only."""
+"""The command ``bench``: which measurements there are, their options, and how they are run."""
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
-import torch
-from torch import Tensor
-
-from . import bench_cold, memory_limit
-from .embedding import DiskEmbedding
+from . import (
+    bench_all,
+    bench_cold,
+    bench_commit,
+    bench_growth,
+    bench_hot,
+    bench_lookahead,
+    bench_merge,
+    memory_limit,
+)
 from .figures import Figures
-from .references import MemmapTable, RamTable, train_step
-from .workloads import DISTRIBUTIONS, batches
+from .workloads import DISTRIBUTIONS
 
-Step = Callable[[Tensor, Tensor], None]
+
+@dataclass(frozen=True)
+class _Part:
+    """A measurement.
+
+    Args:
+        help: one line about it.
+        measure: takes settings, figures and a folder.
+        settings: what it measures by default, a dataclass; its fields are the options.
+        quick: those that ``--quick`` changes.
+        limited: it runs under the settings' ``memory_limit``.
+    """
+
+    help: str
+    measure: Callable[[Any, Figures, Path], None]
+    settings: Any
+    quick: dict[str, Any] = field(default_factory=dict)
+    limited: bool = False
+
+    def chosen(self, args: argparse.Namespace) -> Any:
+        """The settings that the arguments ask for."""
+        given = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in vars(args).items()
+            if name in _names(self.settings) and value is not None
+        }
+        quick = self.quick if args.quick else {}
+        return replace(self.settings, **{**quick, **given})
+
+
+_PARTS = {
+    "hot": _Part(
+        "all rows in memory, beside torch.optim.SparseAdam",
+        bench_hot.measure,
+        bench_hot.Settings(),
+        {"rows": 100_000, "batch": (1024,), "rounds": 3, "steps": 5},
+    ),
+    "cold": _Part(
+        "a table several times larger than memory",
+        bench_cold.measure,
+        bench_cold.Settings(),
+        {
+            "rows": 600_000,
+            "memory_limit": 1 << 30,
+            "seconds": 3.0,
+            "steps": 80,
+            "commit_every": 10,
+        },
+        limited=True,
+    ),
+    "commit": _Part(
+        "commits, beside the disk's sequential writes",
+        bench_commit.measure,
+        bench_commit.Settings(),
+        {"rows": 400_000, "dirty": 50_000, "rounds": 3},
+    ),
+    "merge": _Part(
+        "a merge, beside what the disk reads and writes at once",
+        bench_merge.measure,
+        bench_merge.Settings(),
+        {"rows": 600_000, "touched": 240_000, "memory_limit": 1 << 30},
+        limited=True,
+    ),
+    "lookahead": _Part(
+        "how far reading ahead hides reads behind compute",
+        bench_lookahead.measure,
+        bench_lookahead.Settings(),
+        {"rows": 300_000, "batch": 2048, "steps": 10},
+    ),
+    "growth": _Part(
+        "the same steps on tables of several sizes",
+        bench_growth.measure,
+        bench_growth.Settings(),
+        {"rows": (50_000, 200_000), "batch": 1024, "rounds": 3, "steps": 10},
+    ),
+}
+# All that the docs quote, in the order of their pages.
+_LARGE = ("--rows", "10000000", "--cache-fraction", "0.1", "--batch", "16384")
+_ALL = (
+    ("hot",),
+    ("hot", *_LARGE, "--distributions", "zipf"),
+    *(("cold",), ("commit",), ("merge",), ("lookahead",), ("growth",)),
+)
+_ALL_QUICK = (("hot",), ("hot", "--cache-fraction", "0.1"), *_ALL[2:])
+
+_HELP = {
+    "rows": "of the table",
+    "dim": "columns of the weight",
+    "batch": "ids a step",
+    "distributions": "of the ids",
+    "cache_fraction": "part of the rows that the cache holds",
+    "rounds": "how often it is measured",
+    "steps": "of a round; of cold: at most so many a run",
+    "merges": "after which a run ends",
+    "commit_every": "steps",
+    "seconds": "time for each rate of the disk, of np.memmap and of the mapped file",
+    "cache_bytes": "the cache's memory, a quarter of the limit if it is not given",
+    "memory_limit": "for everything, page cache included",
+    "dirty": "rows of a commit",
+    "touched": "rows that the log holds",
+    "hit_rate": "part of a batch that is in the cache",
+    "seed": "of everything that is drawn",
+}
+_SIZES = ("cache_bytes", "memory_limit")
+
+
+def _names(settings: Any) -> list[str]:
+    return [entry.name for entry in fields(settings)]
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the measurements as subcommands."""
     commands = parser.add_subparsers(dest="measurement", required=True)
-    hot = commands.add_parser("hot", help="all rows in memory, beside torch.optim.SparseAdam")
-    _add_common(hot, rows=1_000_000, steps=20)
-    hot.add_argument("--batch", type=int, nargs="+", default=[16384, 2048], help="ids a step")
-    hot.add_argument("--rounds", type=int, default=7, help="rounds, of --steps steps each")
-    cold = commands.add_parser("cold", help="a table several times larger than memory")
-    _add_common(cold, rows=10_000_000, steps=100)
-    cold.add_argument("--batch", type=int, default=16384, help="ids a step")
-    cold.add_argument(
-        "--cache-bytes", type=memory_limit.parse_bytes, help="default: a quarter of it"
-    )
-    cold.add_argument("--memory-limit", type=memory_limit.parse_bytes, default=4 << 30)
-    cold.add_argument("--no-limit", action="store_true", help="trust that a limit is in force")
-    cold.add_argument(
-        "--seconds", type=float, default=20.0, help="time for each measurement without --steps"
+    for name, part in _PARTS.items():
+        command = commands.add_parser(name, help=part.help)
+        for option in _names(part.settings):
+            _add_option(command, option, getattr(part.settings, option))
+        if part.limited:
+            command.add_argument(
+                "--no-limit", action="store_true", help="trust that a limit is in force"
+            )
+        _add_common(command)
+    _add_common(commands.add_parser("all", help="everything that the docs quote, one by one"))
+
+
+def _add_option(command: argparse.ArgumentParser, name: str, default: Any) -> None:
+    several = isinstance(default, tuple)
+    shown = " ".join(map(str, default)) if several else default
+    sample = default[0] if several else default
+    command.add_argument(
+        _flag(name),
+        type=memory_limit.parse_bytes if name in _SIZES else type(sample),
+        nargs="+" if several else None,
+        choices=DISTRIBUTIONS if name == "distributions" else None,
+        help=_HELP[name] + ("" if default is None else f", default: {shown}"),
     )
 
 
-def _add_common(parser: argparse.ArgumentParser, *, rows: int, steps: int) -> None:
-    parser.add_argument("--rows", type=int, default=rows, help="default: %(default)s")
-    parser.add_argument("--dim", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--steps", type=int, default=steps, help="timed steps, default %(default)s")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
-    parser.add_argument(
+def _add_common(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--quick", action="store_true", help="small sizes, to see it run")
+    command.add_argument("--json", type=Path, metavar="FILE", help="also write the figures here")
+    command.add_argument(
         "--path", type=Path, default=Path(), help="folder on the disk to measure, default: here"
     )
 
@@ -61,131 +180,63 @@ def main(args: argparse.Namespace) -> int:
             memory_limit.terminated_as_exit(),
             tempfile.TemporaryDirectory(dir=args.path, prefix="ooc-embed-bench-") as folder,
         ):
-            if args.measurement == "hot":
-                return _hot(args, Path(folder))
-            if args.no_limit:
-                return _cold(args, Path(folder))
-            return _cold_limited(args, folder)
+            if args.measurement == "all":
+                return _all(args, Path(folder))
+            part = _PARTS[args.measurement]
+            settings = part.chosen(args)
+            if part.limited and not args.no_limit:
+                return _limited(args, settings, folder)
+            figures = Figures(f"bench {args.measurement}", asdict(settings))
+            part.measure(settings, figures, Path(folder))
+            if args.json is not None:
+                figures.save(args.json)
+            return 0
     except OSError as error:
         print(f"bench {args.measurement}: {error}", file=sys.stderr)
         return 1
 
 
-def _save(figures: Figures, path: Path | None) -> None:
-    if path is not None:
-        figures.save(path)
+def _program(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "ooc_embed.bench", *arguments]
 
 
-def _hot(args: argparse.Namespace, folder: Path) -> int:
-    named = ("rows", "dim", "batch", "rounds", "steps", "seed")
-    figures = Figures("bench hot", {name: getattr(args, name) for name in named})
-    weight = torch.randn(args.rows, args.dim, generator=torch.Generator().manual_seed(args.seed))
-    memmap = MemmapTable.create(folder, weight.numpy())
-    ram = RamTable(weight)
-    cache_bytes = args.rows * 4 * (3 * args.dim + 64)  # every record, padded, and its bookkeeping
-    with DiskEmbedding(
-        args.rows, args.dim, path=folder / "table.zarr", cache_bytes=cache_bytes, seed=args.seed
-    ) as table:
-        contestants: dict[str, Step] = {
-            "nn.Embedding + SparseAdam, in RAM": ram.step,
-            "np.memmap x3, synchronous": memmap.step,
-            "DiskEmbedding, every row cached": lambda ids, target: train_step(table, ids, target),
-        }
-        _touch_every_row(contestants.values(), args.rows, args.dim)
-        for batch, distribution in itertools.product(args.batch, DISTRIBUTIONS):
-            ids = batches(distribution, args.rows, batch, seed=args.seed)
-            target = torch.randn(batch, args.dim)
-            rounds = [[next(ids) for _ in range(args.steps)] for _ in range(args.rounds + 1)]
-            seconds = _interleaved(contestants, rounds, target)
-            figures.section(f"{args.rows:,} x {args.dim}, batch {batch:,}, {distribution} ids")
-            _add_hot(figures, seconds, batch)
-    _save(figures, args.json)
-    return 0
-
-
-def _touch_every_row(steps: Iterable[Step], rows: int, dim: int) -> None:
-    for start in range(0, rows, 16384):
-        ids = torch.arange(start, min(start + 16384, rows))
-        for step in steps:
-            step(ids, torch.ones(len(ids), dim))
-
-
-def _interleaved(
-    contestants: Mapping[str, Step], rounds: Iterable[list[Tensor]], target: Tensor
-) -> dict[str, list[float]]:
-    """Seconds a step, one figure a round; in each round all contestants take the same batches one
-    after the other, so that the machine's noise hits all alike. The first round only warms up."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for drawn in rounds:
-        for name, step in contestants.items():
-            begin = time.perf_counter()
-            for ids in drawn:
-                step(ids, target)
-            seconds[name].append((time.perf_counter() - begin) / len(drawn))
-    return {name: own[1:] for name, own in seconds.items()}
-
-
-def _add_hot(figures: Figures, seconds: Mapping[str, list[float]], batch: int) -> None:
-    base = next(iter(seconds.values()))
-    for name, own in seconds.items():
-        # The ratio is of the same round, then the median: noise that lasts longer cancels out.
-        ratios = sorted(a / b for a, b in zip(base, own, strict=True))
-        figures.add(
-            name,
-            "ms/step",
-            [1e3 * s for s in own],
-            samples_per_s=batch / sorted(own)[len(own) // 2],
-            x_sparse_adam=ratios[len(ratios) // 2],
-        )
-
-
-def _cold(args: argparse.Namespace, folder: Path) -> int:
-    settings = bench_cold.Settings(
-        rows=args.rows,
-        dim=args.dim,
-        batch=args.batch,
-        steps=args.steps,
-        seconds=args.seconds,
-        cache_bytes=args.cache_bytes or args.memory_limit // 4,
-        seed=args.seed,
-    )
-    figures = Figures("bench cold", {**asdict(settings), "memory_limit": args.memory_limit})
-    bench_cold.measure(settings, figures, folder)
-    _save(figures, args.json)
-    return 0
-
-
-def _cold_limited(args: argparse.Namespace, folder: str) -> int:
+def _limited(args: argparse.Namespace, settings: Any, folder: str) -> int:
     """Runs itself again under the limit. The folder stays ours: it must go even if the child is
     killed for its memory."""
-    options = {
-        "rows": args.rows,
-        "dim": args.dim,
-        "steps": args.steps,
-        "seed": args.seed,
-        "batch": args.batch,
-        "seconds": args.seconds,
-        "cache-bytes": args.cache_bytes,
-        "memory-limit": args.memory_limit,
-        "json": args.json,
-    }
-    command = [sys.executable, "-m", "ooc_embed.bench", "cold", "--no-limit"]
-    for name, value in options.items():
-        command += [] if value is None else [f"--{name}", str(value)]
+    command = _program(args.measurement, "--no-limit")
+    for name, value in {**asdict(settings), "json": args.json}.items():
+        if value is not None:
+            values = value if isinstance(value, tuple) else (value,)
+            command += [_flag(name), *map(str, values)]
     try:
-        code = memory_limit.run_limited([*command, "--path", folder], args.memory_limit)
+        code = memory_limit.run_limited([*command, "--path", folder], settings.memory_limit)
     except OSError as error:
-        by_hand = memory_limit.by_hand([*command, "--path", str(args.path)], args.memory_limit)
+        by_hand = memory_limit.by_hand([*command, "--path", str(args.path)], settings.memory_limit)
         print(
-            f"bench cold: a memory limit needs root and a writable cgroup hierarchy ({error}).\n"
-            f"Run it under one:\n  {by_hand}\n"
+            f"bench {args.measurement}: a memory limit needs root and a writable cgroup hierarchy "
+            f"({error}).\nRun it under one:\n  {by_hand}\n"
             f"or add --no-limit, if this shell already runs under one.",
             file=sys.stderr,
         )
         return 2
     if code < 0:
-        print(f"bench cold: ended by signal {-code}, 9 may be the memory limit", file=sys.stderr)
+        print(
+            f"bench {args.measurement}: ended by signal {-code}, 9 may be the memory limit",
+            file=sys.stderr,
+        )
     return 1 if code < 0 else code
+
+
+def _all(args: argparse.Namespace, folder: Path) -> int:
+    runs = []
+    for name, *options in _ALL_QUICK if args.quick else _ALL:
+        part = _PARTS[name]
+        limit = part.chosen(args).memory_limit if part.limited else None
+        command = _program(name, *options)
+        command += ["--quick"] if args.quick else []
+        command += ["--no-limit"] if part.limited else []
+        runs.append(bench_all.Run(" ".join(("bench", name, *options)), command, limit))
+    return bench_all.run_all(runs, folder, args.json)
 
 
 if __name__ == "__main__":

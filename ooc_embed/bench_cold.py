@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -16,14 +13,21 @@ from torch import Tensor
 
 from .disk_rates import (
     PAGE_BYTES,
+    check_space,
+    data_files,
+    drop_from_page_cache,
+    random_floats,
     random_read_rate,
+    random_write_rate,
     sequential_read_rate,
     write_sequentially,
 )
 from .embedding import DiskEmbedding
 from .figures import Figures
-from .references import MEMMAP_FIELDS, MemmapTable, train_step
-from .workloads import DISTRIBUTIONS, RepeatedRows, batches, scattered_rows
+from .lookahead import lookahead
+from .references import MEMMAP_FIELDS, MappedTable, MemmapTable, train_step
+from .timing import add_counters, import_table, seconds
+from .workloads import DISTRIBUTIONS, Drawn, batches, record_bytes, scattered_rows
 
 _MEMMAP_BATCH = 2048  # a cold step of more may take minutes, and rows/s do not depend on it
 
@@ -32,13 +36,22 @@ _MEMMAP_BATCH = 2048  # a cold step of more may take minutes, and rows/s do not 
 class Settings:
     """What to measure: see the options of ``bench cold``."""
 
-    rows: int
-    dim: int
-    batch: int
-    steps: int
-    seconds: float
-    cache_bytes: int
-    seed: int
+    rows: int = 10_000_000
+    dim: int = 128
+    batch: int = 16384
+    distributions: tuple[str, ...] = DISTRIBUTIONS
+    steps: int = 2500
+    merges: int = 2
+    commit_every: int = 100
+    seconds: float = 20.0
+    cache_bytes: int | None = None
+    memory_limit: int = 4 << 30
+    seed: int = 0
+
+    @property
+    def cache(self) -> int:
+        """Bytes of the cache: a quarter of the memory, if nothing else is said."""
+        return self.cache_bytes or self.memory_limit // 4
 
     @property
     def disk_seconds(self) -> float:
@@ -46,106 +59,116 @@ class Settings:
         return min(3.0, self.seconds)
 
     @property
-    def record_bytes(self) -> int:
-        """A row with its moments and its version, float32."""
-        return 4 * (3 * self.dim + 1)
+    def table_bytes(self) -> int:
+        """Of all records."""
+        return self.rows * record_bytes(self.dim)
 
     @property
     def pages_per_record(self) -> float:
         """How many 4 KiB pages a record that may begin anywhere lies on, on average."""
-        return 1 + (self.record_bytes - 4) / PAGE_BYTES
+        return 1 + (record_bytes(self.dim) - 4) / PAGE_BYTES
+
+
+# How fast others train on ids of a distribution, rows/s by the name of the ratio.
+References = dict[str, float]
 
 
 def measure(settings: Settings, figures: Figures, folder: Path) -> None:
-    """The disk, the np.memmap loop, then the table, one after the other, in ``folder``.
+    """The disk, the references, then the table, one after the other, in ``folder``.
 
     Raises:
         OSError: the disk is too small, or refuses O_DIRECT.
     """
-    _check_space(settings, folder)
-    memmap_rates = _measure_memmap(settings, figures, folder)
+    # The table, the chunks that a merge writes anew, and two logs of at most half the rows.
+    check_space(folder, int(2.1 * settings.table_bytes))
+    references: dict[str, References] = {name: {} for name in settings.distributions}
+    _measure_memmap(settings, figures, folder, references)
+    _measure_mapped(settings, figures, folder / "records", references)
     path = folder / "table.zarr"
-    _import_table(settings, figures, path)
+    figures.section(f"DiskEmbedding, {settings.rows:,} x {settings.dim}")
+    import_table(figures, path, settings.rows, settings.dim, settings.seed)
     _measure_cold_reads(settings, figures, path)
-    for distribution in DISTRIBUTIONS:
-        _measure_training(settings, figures, path, distribution, memmap_rates[distribution])
+    for name, rates in references.items():
+        drawn = Drawn.draw(name, settings.rows, settings.batch, settings.steps, seed=settings.seed)
+        for ahead in (False, True):
+            _measure_training(settings, figures, path, name, drawn, rates, ahead)
 
 
-def _check_space(settings: Settings, folder: Path) -> None:
-    # The table, the chunks that a merge writes anew, and the log it reads: at most half the rows.
-    needed = int(1.1 * settings.rows * settings.record_bytes * 1.5)
-    free = shutil.disk_usage(folder).free
-    if free < needed:
-        raise OSError(
-            f"{folder} has {free / 1e9:.1f} GB free, {settings.rows:,} rows x {settings.dim} need "
-            f"{needed / 1e9:.1f} GB: use fewer --rows, or another --path"
-        )
-
-
-def _measure_memmap(settings: Settings, figures: Figures, folder: Path) -> dict[str, float]:
-    files = [folder / field for field in MEMMAP_FIELDS]
-    # Second moments are not negative, and zeros could be stored as holes: numbers from 0 to 1.
-    content = np.random.default_rng(settings.seed).random(1 << 20, dtype=np.float32)
-    written = [
-        write_sequentially(file, content.view(np.uint8), 4 * settings.rows * settings.dim)
-        for file in files
-    ]
+def _measure_memmap(
+    settings: Settings, figures: Figures, folder: Path, references: dict[str, References]
+) -> None:
+    files = [folder / name for name in MEMMAP_FIELDS]
+    content = random_floats(settings.seed)
+    nbytes = 4 * settings.rows * settings.dim
     figures.section("the disk itself (O_DIRECT)")
-    figures.add("sequential write", "GB/s", [rate / 1e9 for rate in written])
+    written = [write_sequentially(file, content, nbytes) / 1e9 for file in files]
+    figures.add("sequential write", "GB/s", written)
     read = [sequential_read_rate([file], seconds=settings.disk_seconds) / 1e9 for file in files]
     figures.add("sequential read", "GB/s", read)
-    figures.add(
+    reads = figures.add(
         "random 4 KiB reads", "reads/s", [random_read_rate(files, seconds=settings.disk_seconds)]
     )
+    writes = figures.add(
+        "random 4 KiB writes", "writes/s", [random_write_rate(files, seconds=settings.disk_seconds)]
+    )
+    x_disk = 1 / (settings.pages_per_record * (1 / reads + 1 / writes))
+    figures.add("records read and written again in place", "rows/s", [x_disk])
 
     figures.section(f"np.memmap x3, synchronous, batch {_MEMMAP_BATCH:,}")
-    rates = {}
     table = MemmapTable(folder, settings.rows, settings.dim)
-    target = torch.randn(_MEMMAP_BATCH, settings.dim)
-    for distribution in DISTRIBUTIONS:
-        _drop_from_page_cache(files)
-        drawn = batches(distribution, settings.rows, _MEMMAP_BATCH, seed=settings.seed)
+    for name, rates in references.items():
+        drop_from_page_cache(files)
+        rates["x_disk"] = x_disk
+        ids = batches(name, settings.rows, _MEMMAP_BATCH, seed=settings.seed)
         timed = _Timed(table.step)
+        target = torch.randn(_MEMMAP_BATCH, settings.dim)
         while timed.seconds < settings.seconds:
-            timed.step(next(drawn), target)
-        rates[distribution] = figures.add(
-            f"training, {distribution} ids",
-            "rows/s",
-            [timed.rows / timed.seconds],
-            samples_per_s=timed.ids / timed.seconds,
-        )
+            timed.step(next(ids), target)
+        rates["x_memmap"] = _add_rate(figures, f"training, {name} ids", timed)
     del table, timed
     for file in files:
         file.unlink()
-    return rates
 
 
-def _import_table(settings: Settings, figures: Figures, path: Path) -> None:
-    figures.section(f"DiskEmbedding, {settings.rows:,} x {settings.dim}")
-    begin = time.perf_counter()
-    DiskEmbedding(
-        settings.rows,
-        settings.dim,
-        path=path,
-        init=RepeatedRows(settings.rows, settings.dim, seed=settings.seed),
-        cache_bytes=settings.cache_bytes,
-    ).close()
-    seconds = time.perf_counter() - begin
-    figures.add("import of every row", "rows/s", [settings.rows / seconds], seconds=seconds)
+def _measure_mapped(
+    settings: Settings, figures: Figures, path: Path, references: dict[str, References]
+) -> None:
+    write_sequentially(path, random_floats(settings.seed), settings.table_bytes)
+    figures.section(f"mapped in place, announced, no cache, batch {settings.batch:,}")
+    target = torch.randn(settings.batch, settings.dim)
+    for name, rates in references.items():
+        drop_from_page_cache([path])
+        ids = batches(name, settings.rows, settings.batch, seed=settings.seed)
+        table = MappedTable(path, settings.rows, settings.dim)
+        warmup, timed = _Timed(table.step), _Timed(table.step)
+        while warmup.seconds < settings.seconds:  # fills the page cache
+            warmup.step(next(ids), target)
+        # What is timed pays for its own writes, all of them, and for nobody else's.
+        table.flush()
+        while timed.seconds < 2 * settings.seconds:
+            timed.step(next(ids), target)
+        timed.seconds += seconds(table.flush)
+        rates["x_mapped"] = _add_rate(figures, f"training, {name} ids", timed)
+        table.close()
+    path.unlink()
+
+
+def _add_rate(figures: Figures, label: str, timed: _Timed) -> float:
+    rate, ids = timed.rows / timed.seconds, timed.ids / timed.seconds
+    return figures.add(label, "rows/s", [rate], samples_per_s=ids)
 
 
 def _measure_cold_reads(settings: Settings, figures: Figures, path: Path) -> None:
-    files = _files(path / "table")
-    _drop_from_page_cache(files)
+    files = data_files(path / "table")
+    drop_from_page_cache(files)
     disk = random_read_rate(files, seconds=settings.disk_seconds)
     rows = scattered_rows(
-        settings.rows, settings.record_bytes, page_bytes=PAGE_BYTES, seed=settings.seed
+        settings.rows, record_bytes(settings.dim), page_bytes=PAGE_BYTES, seed=settings.seed
     )
     rates = []
     begin = time.perf_counter()
-    with DiskEmbedding.open(path, cache_bytes=settings.cache_bytes) as table, torch.no_grad():
-        for start in range(0, len(rows), settings.batch):
-            ids = rows[start : start + settings.batch]
+    with DiskEmbedding.open(path, cache_bytes=settings.cache) as table, torch.no_grad():
+        for ids in rows.split(settings.batch):
             if time.perf_counter() - begin > settings.seconds:
                 break
             before = time.perf_counter()
@@ -161,43 +184,75 @@ def _measure_cold_reads(settings: Settings, figures: Figures, path: Path) -> Non
 
 
 def _measure_training(
-    settings: Settings, figures: Figures, path: Path, distribution: str, memmap_rate: float
+    settings: Settings,
+    figures: Figures,
+    path: Path,
+    distribution: str,
+    drawn: Drawn,
+    references: References,
+    ahead: bool,
 ) -> None:
-    _drop_from_page_cache(_files(path))
-    drawn = batches(distribution, settings.rows, settings.batch, seed=settings.seed)
+    drop_from_page_cache(data_files(path))
+    how = "look-ahead" if ahead else "no look-ahead"
+    figures.section(f"DiskEmbedding, batch {settings.batch:,}, {distribution} ids, {how}")
+    with DiskEmbedding.open(path, cache_bytes=settings.cache) as table:
+        run = _train(settings, table, drawn, ahead)
+
+        def add(label: str, steps: slice, taken: float) -> None:
+            rate = float(drawn.rows[steps].sum()) / taken
+            ratios = {name: rate / other for name, other in references.items()}
+            number = len(drawn.rows[steps])
+            samples = number * settings.batch / taken
+            figures.add(label, "rows/s", [rate], steps=number, samples_per_s=samples, **ratios)
+
+        add("training, its steps alone", slice(len(run.steps)), sum(run.steps))
+        if len(run.merged) > 1:
+            (first, begin), (last, end) = run.merged[0], run.merged[-1]
+            add("training, from merge to merge", slice(first, last), end - begin)
+        add("training, with commits, merges, flush", slice(len(run.steps)), run.seconds)
+        figures.add("a step", "ms", [1e3 * taken for taken in run.steps])
+        if run.commits:
+            figures.add("a commit", "s", run.commits)
+        figures.add("the flush at the end", "s", [run.flush])
+        add_counters(figures, table)
+
+
+@dataclass
+class _Run:
+    """A long training run.
+
+    Attributes:
+        steps, commits: seconds of each.
+        merged: after how many steps, and at which second, each merge was seen to have ended.
+        flush: seconds of the flush at the end.
+        seconds: of everything.
+    """
+
+    steps: list[float] = field(default_factory=list)
+    commits: list[float] = field(default_factory=list)
+    merged: list[tuple[int, float]] = field(default_factory=list)
+    flush: float = 0.0
+    seconds: float = 0.0
+
+
+def _train(settings: Settings, table: DiskEmbedding, drawn: Drawn, ahead: bool) -> _Run:
+    """Takes steps until ``settings.merges`` merges have ended or there are no more batches."""
+    run = _Run()
     target = torch.randn(settings.batch, settings.dim)
-    with DiskEmbedding.open(path, cache_bytes=settings.cache_bytes) as table:
-        warmup, steps = (_Timed(partial(train_step, table)) for _ in range(2))
-        unseen = np.ones(settings.rows, dtype=np.bool_)
-        # Until evictions have begun; Zipf ids may never fill a cache, so not for ever.
-        cached = settings.cache_bytes // settings.record_bytes
-        while settings.rows - unseen.sum() < cached and warmup.seconds < 2 * settings.seconds:
-            ids = next(drawn)
-            unseen[ids.numpy()] = False
-            warmup.step(ids, target)
-        for _ in range(settings.steps):
-            steps.step(next(drawn), target)
-        commit = _seconds(table.commit)
-        merge = _seconds(table.flush)
-    figures.section(f"DiskEmbedding, batch {settings.batch:,}, {distribution} ids")
-    figures.add(
-        "training, between merges",
-        "rows/s",
-        [steps.rows / steps.seconds],
-        samples_per_s=steps.ids / steps.seconds,
-        x_memmap=steps.rows / steps.seconds / memmap_rate,
-    )
-    figures.add("a step", "ms", [1e3 * seconds for seconds in steps.each])
-    figures.add("the commit after it", "s", [commit])
-    figures.add("the merge after that (flush)", "s", [merge])
-    total = warmup.seconds + steps.seconds + commit + merge
-    rows = warmup.rows + steps.rows
-    figures.add(
-        "training with its commit and merge",
-        "rows/s",
-        [rows / total],
-        steps=len(warmup.each) + len(steps.each),
-    )
+    begin = last = time.perf_counter()
+    for ids in lookahead(drawn, table) if ahead else drawn:
+        train_step(table, ids, target)
+        run.steps.append(time.perf_counter() - last)
+        if len(run.steps) % settings.commit_every == 0:
+            run.commits.append(seconds(table.commit))
+        last = time.perf_counter()
+        if table.stats().merges > len(run.merged):
+            run.merged.append((len(run.steps), last - begin))
+            if len(run.merged) == settings.merges:
+                break
+    run.flush = seconds(table.flush)
+    run.seconds = time.perf_counter() - begin
+    return run
 
 
 class _Timed:
@@ -205,40 +260,12 @@ class _Timed:
 
     def __init__(self, train: Callable[[Tensor, Tensor], None]) -> None:
         self._train = train
-        self.each: list[float] = []
+        self.seconds = 0.0
         self.ids = 0
         self.rows = 0
 
-    @property
-    def seconds(self) -> float:
-        return sum(self.each)
-
     def step(self, ids: Tensor, target: Tensor) -> None:
         """One training step, timed."""
-        begin = time.perf_counter()
-        self._train(ids, target)
-        self.each.append(time.perf_counter() - begin)
+        self.seconds += seconds(lambda: self._train(ids, target))
         self.ids += len(ids)
         self.rows += len(np.unique(ids.numpy()))
-
-
-def _seconds(action: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    action()
-    return time.perf_counter() - begin
-
-
-def _files(folder: Path) -> list[Path]:
-    """All data files below a folder of zarr arrays."""
-    return [file for file in folder.rglob("*") if file.is_file() and file.name != "zarr.json"]
-
-
-def _drop_from_page_cache(files: Sequence[Path]) -> None:
-    """Makes the next read of closed files one from the disk; needs no root and disturbs nobody."""
-    for file in files:
-        fd = os.open(file, os.O_RDONLY)
-        try:
-            os.fsync(fd)  # only clean pages are dropped
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)

@@ -7,10 +7,13 @@ import os
 import platform
 import statistics
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from ._version import __version__
 
 _WIDTHS = (44, 12, 10, 20)
 
@@ -27,6 +30,7 @@ class Figures:
         self.command = command
         self.settings = settings
         self.rows: list[dict[str, Any]] = []
+        self.skipped: list[dict[str, str]] = []
         self._section = ""
         machine = ", ".join(f"{name} {value}" for name, value in describe_machine().items())
         print(f"{command}: {machine}", flush=True)
@@ -64,13 +68,19 @@ class Figures:
         self._print("  " + label, number(median), unit, spread, behind)
         return median
 
+    def skip(self, label: str, reason: str) -> None:
+        """Says that a figure is missing, and why."""
+        self.skipped.append({"section": self._section, "label": label, "reason": reason})
+        print(f"  {label}: not measured, {reason}", flush=True)
+
     def save(self, path: Path) -> None:
-        """Writes everything as one JSON object: command, settings, machine, figures."""
+        """Writes everything as one JSON object: command, settings, machine, figures, skipped."""
         content = {
             "command": self.command,
             "settings": self.settings,
             "machine": describe_machine(),
             "figures": self.rows,
+            "skipped": self.skipped,
         }
         path.write_text(json.dumps(content, indent=2) + "\n")
 
@@ -91,10 +101,23 @@ def describe_machine() -> dict[str, Any]:
     """What a figure cannot be compared without."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
+        "processor": _processor(),
         "cores": os.cpu_count(),
         "memory_gib": round(memory / 2**30, 1),
+        "ooc_embed": __version__,
         "torch": torch.__version__,
         "torch_threads": torch.get_num_threads(),
+        "numpy": metadata.version("numpy"),
+        "zarr": metadata.version("zarr"),
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
     }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.machine()

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 _MOUNT = Path("/sys/fs/cgroup")
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -27,8 +28,15 @@ def parse_bytes(text: str) -> int:
     return int(float(number.removesuffix(unit)) * _UNITS[unit])
 
 
-def run_limited(command: Sequence[str], limit_bytes: int) -> int:
+def run_limited(
+    command: Sequence[str], limit_bytes: int, *, stderr: IO[bytes] | None = None
+) -> int:
     """Runs ``command`` in a cgroup of its own and gives back its exit code (negative: a signal).
+
+    Args:
+        command: the program and its arguments.
+        limit_bytes: of memory, page cache included.
+        stderr: where its error messages go, by default to ours.
 
     Raises:
         OSError: where this process may not make a cgroup with a memory limit.
@@ -37,7 +45,8 @@ def run_limited(command: Sequence[str], limit_bytes: int) -> int:
         # The shell joins the group and becomes the command, which so never runs outside of it.
         enter = 'echo $$ > "$0" && exec "$@"'
         procs = str(group / "cgroup.procs")
-        return subprocess.run(["sh", "-c", enter, procs, *command], check=False).returncode
+        entered = ["sh", "-c", enter, procs, *command]
+        return subprocess.run(entered, check=False, stderr=stderr).returncode
 
 
 def by_hand(command: Sequence[str], limit_bytes: int) -> str:

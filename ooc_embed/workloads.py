@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -12,6 +14,11 @@ from torch import Tensor
 Draw = Callable[[int], NDArray[np.int64]]
 
 DISTRIBUTIONS = ("uniform", "zipf")
+
+
+def record_bytes(dim: int) -> int:
+    """Bytes of a row with its two moments and its version, float32."""
+    return 4 * (3 * dim + 1)
 
 
 def batches(distribution: str, rows: int, batch: int, *, seed: int) -> Iterator[Tensor]:
@@ -30,6 +37,31 @@ def batches(distribution: str, rows: int, batch: int, *, seed: int) -> Iterator[
         yield torch.from_numpy(draw(batch))
 
 
+@dataclass(frozen=True)
+class Drawn:
+    """Batches that were drawn before the time is taken, since drawing takes time as well.
+
+    Attributes:
+        ids: (steps, batch) int32.
+        rows: (steps,) int64, how many different ids each batch has.
+    """
+
+    ids: NDArray[np.int32]
+    rows: NDArray[np.int64]
+
+    @classmethod
+    def draw(cls, distribution: str, rows: int, batch: int, steps: int, *, seed: int) -> Drawn:
+        """The first ``steps`` of `batches`."""
+        drawn = itertools.islice(batches(distribution, rows, batch, seed=seed), steps)
+        ids = np.stack([ids.numpy().astype(np.int32) for ids in drawn])
+        return cls(ids, np.array([len(np.unique(step)) for step in ids]))
+
+    def __iter__(self) -> Iterator[Tensor]:
+        """Each batch, (batch,) int64."""
+        for ids in self.ids:
+            yield torch.from_numpy(ids.astype(np.int64))
+
+
 def _zipf(rows: int, rng: np.random.Generator) -> Draw:
     cumulative = np.cumsum(1 / np.arange(1, rows + 1))
     row_of_rank = rng.permutation(rows)
@@ -42,9 +74,9 @@ def _zipf(rows: int, rng: np.random.Generator) -> Draw:
     return draw
 
 
-def scattered_rows(rows: int, record_bytes: int, *, page_bytes: int, seed: int) -> Tensor:
+def scattered_rows(rows: int, row_bytes: int, *, page_bytes: int, seed: int) -> Tensor:
     """Rows in random order, each once, no two on the same page: every one is a read of its own."""
-    stride = page_bytes // record_bytes + 2
+    stride = page_bytes // row_bytes + 2
     rng = np.random.default_rng(seed)
     return torch.from_numpy(rng.permutation(np.arange(0, rows, stride)))
 

@@ -46,11 +46,19 @@ CORE = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # They measure disks and draw figures, and never have a store's file open themselves.
 MEASURING = (
     "bench",
+    "bench_all",
     "bench_cold",
+    "bench_commit",
+    "bench_growth",
+    "bench_hot",
+    "bench_lookahead",
+    "bench_merge",
+    "direct_queue",
     "disk_rates",
     "figures",
     "memory_limit",
     "references",
+    "timing",
     "workloads",
 )
 

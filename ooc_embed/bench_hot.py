@@ -1,0 +1,202 @@
+"""Measures training on tables in memory, side by side; does not measure the disk."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cache import SLOT_BYTES, usable_memory
+from .embedding import DiskEmbedding
+from .figures import Figures
+from .references import FbgemmTable, MemmapTable, RamTable, train_step
+from .workloads import DISTRIBUTIONS, RepeatedRows, batches, record_bytes
+
+Step = Callable[[Tensor, Tensor], None]
+
+_RAM = "nn.Embedding + SparseAdam, in RAM"
+_MEMMAP = "np.memmap x3, synchronous"
+_FBGEMM = "FBGEMM row-wise Adagrad: 1/3 of the data"
+_OURS = "DiskEmbedding"
+# Part of the memory that the contestants may take together; the rest is for batches and programs.
+_USED_SHARE = 0.9
+# The work of the map from rows to places and of choosing rows to evict, without any disk.
+_BOOKKEEPING = ("find", "begin_batch", "victims", "release", "insert")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to measure: see the options of ``bench hot``."""
+
+    rows: int = 1_000_000
+    dim: int = 128
+    batch: tuple[int, ...] = (16384, 2048)
+    distributions: tuple[str, ...] = DISTRIBUTIONS
+    cache_fraction: float = 1.0
+    rounds: int = 7
+    steps: int = 20
+    seed: int = 0
+
+    @property
+    def slots(self) -> int:
+        """Rows that the cache is to hold."""
+        return max(1, int(self.cache_fraction * self.rows))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory for them; room for whatever padding, where it is to hold every row."""
+        spare = 64 if self.cache_fraction >= 1 else 0
+        return self.slots * (record_bytes(self.dim) + SLOT_BYTES + spare)
+
+
+def measure(settings: Settings, figures: Figures, folder: Path) -> None:
+    """Sends the same batches through all contestants; files go into ``folder``."""
+    partly = settings.cache_fraction < 1
+    # Rows that were never written cost no read: those that do not fit into the cache are imported.
+    init = RepeatedRows(settings.rows, settings.dim, seed=settings.seed) if partly else "normal"
+    with DiskEmbedding(
+        settings.rows,
+        settings.dim,
+        path=folder / "table.zarr",
+        init=init,
+        cache_bytes=settings.cache_bytes,
+        seed=settings.seed,
+    ) as table:
+        contestants = _references(settings, figures, folder)
+        _touch_every_row(contestants.values(), settings)
+        contestants[_OURS] = partial(train_step, table)
+        if not partly:
+            _touch_every_row([contestants[_OURS]], settings)
+        for batch, distribution in itertools.product(settings.batch, settings.distributions):
+            ids = batches(distribution, settings.rows, batch, seed=settings.seed)
+            target = torch.randn(batch, settings.dim)
+            if partly:
+                _fill_cache(table, settings.slots, ids, target)
+
+            def draw(ids: Iterator[Tensor] = ids) -> list[Tensor]:
+                return list(itertools.islice(ids, settings.steps))
+
+            figures.section(
+                f"{settings.rows:,} x {settings.dim}, {settings.slots:,} cached, "
+                f"batch {batch:,}, {distribution} ids"
+            )
+            rounds = [draw() for _ in range(settings.rounds + 1)]
+            _add(figures, _interleaved(contestants, rounds, target), batch)
+            shares = [_bookkeeping_share(table, draw(), target) for _ in range(settings.rounds)]
+            figures.add("where-map and eviction", "% of step", [100 * share for share in shares])
+
+
+def _references(settings: Settings, figures: Figures, folder: Path) -> dict[str, Step]:
+    """The contestants that fit into memory beside our cache, and whose software is here."""
+    table_bytes = 4 * settings.rows * settings.dim
+    free = _USED_SHARE * usable_memory() - settings.cache_bytes
+    steps: dict[str, Step] = {}
+
+    def weight() -> Tensor:
+        generator = torch.Generator().manual_seed(settings.seed)
+        return torch.randn(settings.rows, settings.dim, generator=generator)
+
+    candidates: list[tuple[str, int, Callable[[], Any]]] = [
+        (_RAM, 3 * table_bytes, lambda: RamTable(weight()))
+    ]
+    if settings.cache_fraction >= 1:  # else they would take the page cache from our other rows
+        candidates += [
+            (_MEMMAP, 3 * table_bytes, lambda: MemmapTable.create(folder, weight().numpy())),
+            (_FBGEMM, table_bytes, lambda: FbgemmTable(weight())),
+        ]
+    for name, nbytes, make in candidates:
+        if nbytes > free:
+            figures.skip(name, f"it needs {nbytes / 1e9:.1f} GB, {max(free, 0) / 1e9:.1f} are left")
+            continue
+        try:
+            steps[name] = make().step
+        except ImportError as error:
+            figures.skip(name, str(error))
+        else:
+            free -= nbytes
+    return steps
+
+
+def _touch_every_row(steps: Iterable[Step], settings: Settings) -> None:
+    for start in range(0, settings.rows, 16384):
+        ids = torch.arange(start, min(start + 16384, settings.rows))
+        for step in steps:
+            step(ids, torch.ones(len(ids), settings.dim))
+
+
+def _fill_cache(table: DiskEmbedding, slots: int, ids: Iterator[Tensor], target: Tensor) -> None:
+    """Trains until rows are evicted; Zipf ids may never come to that, so not for ever."""
+    for _ in range(10 * slots // len(target) + 1):
+        if table.stats().evictions:
+            break
+        train_step(table, next(ids), target)
+
+
+def _interleaved(
+    contestants: Mapping[str, Step], rounds: Iterable[list[Tensor]], target: Tensor
+) -> dict[str, list[float]]:
+    """Seconds a step, one figure a round; in each round all contestants take the same batches one
+    after the other, so that the machine's noise hits all alike. The first round only warms up."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for drawn in rounds:
+        for name, step in contestants.items():
+            begin = time.perf_counter()
+            for ids in drawn:
+                step(ids, target)
+            seconds[name].append((time.perf_counter() - begin) / len(drawn))
+    return {name: own[1:] for name, own in seconds.items()}
+
+
+def _add(figures: Figures, seconds: Mapping[str, list[float]], batch: int) -> None:
+    bases = {"x_sparse_adam": seconds.get(_RAM), "x_memmap": seconds.get(_MEMMAP)}
+    for name, own in seconds.items():
+        # The ratio is of the same round, then the median: noise that lasts longer cancels out.
+        ratios = {
+            ratio: median(a / b for a, b in zip(base, own, strict=True))
+            for ratio, base in bases.items()
+            if base is not None
+        }
+        samples_per_s = batch / median(own)
+        figures.add(name, "ms/step", [1e3 * s for s in own], samples_per_s=samples_per_s, **ratios)
+
+
+def _bookkeeping_share(table: DiskEmbedding, drawn: Iterable[Tensor], target: Tensor) -> float:
+    """The part of the steps on ``drawn`` that goes into the cache's map and evictions."""
+    begin = time.perf_counter()
+    with _timed_methods(table._table.cache, _BOOKKEEPING) as spent:
+        for ids in drawn:
+            train_step(table, ids, target)
+    return sum(spent) / (time.perf_counter() - begin)
+
+
+@contextmanager
+def _timed_methods(owner: object, names: Iterable[str]) -> Iterator[list[float]]:
+    """Inside, each call of these methods of ``owner`` adds its seconds to the list."""
+    spent: list[float] = []
+
+    def timed(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return method(*args)
+            finally:
+                spent.append(time.perf_counter() - begin)
+
+        return call
+
+    for name in names:
+        setattr(owner, name, timed(getattr(owner, name)))
+    try:
+        yield spent
+    finally:
+        for name in names:
+            delattr(owner, name)
