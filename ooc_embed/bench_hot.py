@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cache import SLOT_BYTES, usable_memory
+from .cache import SLOT_BYTES
 from .embedding import DiskEmbedding
 from .figures import Figures
+from .memory import usable_memory
 from .references import FbgemmTable, MemmapTable, RamTable, train_step
 from .workloads import DISTRIBUTIONS, RepeatedRows, batches, record_bytes
 
@@ -27,6 +28,7 @@ _RAM = "nn.Embedding + SparseAdam, in RAM"
 _MEMMAP = "np.memmap x3, synchronous"
 _FBGEMM = "FBGEMM row-wise Adagrad: 1/3 of the data"
 _OURS = "DiskEmbedding"
+_BY_TORCH = "DiskEmbedding without numba"
 # Part of the memory that the contestants may take together; the rest is for batches and programs.
 _USED_SHARE = 0.9
 # The work of the map from rows to places and of choosing rows to evict, without any disk.
@@ -74,6 +76,8 @@ def measure(settings: Settings, figures: Figures, folder: Path) -> None:
         contestants = _references(settings, figures, folder)
         _touch_every_row(contestants.values(), settings)
         contestants[_OURS] = partial(train_step, table)
+        if table.kernel != "torch":
+            contestants[_BY_TORCH] = _stepped_by_torch(table)
         if not partly:
             _touch_every_row([contestants[_OURS]], settings)
         for batch, distribution in itertools.product(settings.batch, settings.distributions):
@@ -93,6 +97,19 @@ def measure(settings: Settings, figures: Figures, folder: Path) -> None:
             _add(figures, _interleaved(contestants, rounds, target), batch)
             shares = [_bookkeeping_share(table, draw(), target) for _ in range(settings.rounds)]
             figures.add("where-map and eviction", "% of step", [100 * share for share in shares])
+
+
+def _stepped_by_torch(table: DiskEmbedding) -> Step:
+    """Steps of the same table as they are without the extra ``fast``."""
+    update = table._table._update
+    compiled = update._fused
+
+    def step(ids: Tensor, target: Tensor) -> None:
+        update._fused = None
+        train_step(table, ids, target)
+        update._fused = compiled
+
+    return step
 
 
 def _references(settings: Settings, figures: Figures, folder: Path) -> dict[str, Step]:

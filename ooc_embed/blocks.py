@@ -46,6 +46,11 @@ class BlockUpdate:
         widths["grad"] = widths["weight"]
         self._parts = {name: buffer[:, : widths[name]] for name, buffer in self._whole.items()}
 
+    @property
+    def kernel(self) -> str:
+        """What steps the records: ``"numba"`` or ``"torch"``."""
+        return "torch" if self._fused is None else "numba"
+
     def step(
         self,
         records: torch.Tensor,

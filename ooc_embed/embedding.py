@@ -261,6 +261,11 @@ class DiskEmbedding(nn.Module):
     def closed(self) -> bool:
         return self._table.closed
 
+    @property
+    def kernel(self) -> str:
+        """What steps the rows: ``"numba"``, with the extra ``fast``, or ``"torch"``."""
+        return self._table.kernel
+
     def stats(self) -> Stats:
         """Hits, evictions, bytes, commits and merges since this object was opened."""
         return self._table.counters.now()

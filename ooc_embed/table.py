@@ -279,6 +279,11 @@ class Table:
         self._storage.commit(commit, flush=flush)
 
     @property
+    def kernel(self) -> str:
+        """What steps the rows: ``"numba"`` or ``"torch"``."""
+        return self._update.kernel
+
+    @property
     def mode(self) -> str:
         """``"r+"`` for a writer, ``"r"`` for a reader."""
         return "r+" if self._guard.writer else "r"

@@ -11,7 +11,7 @@ import zarr
 from ram_reference import RamTable
 
 import ooc_embed
-from ooc_embed import report
+from ooc_embed import blocks, report
 
 
 class Stores:
@@ -73,6 +73,16 @@ def list_members(path: Path) -> None:
         warnings.simplefilter("error")
         names = [name for name, _ in zarr.open_group(path, mode="r").members(max_depth=None)]
     assert "table" in names
+
+
+@pytest.fixture(params=["compiled", "torch"])
+def each_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Runs a test with the step that numba compiles, and with the one by torch's operations."""
+    if request.param == "compiled":
+        pytest.importorskip("numba", reason="the compiled step needs the extra `fast`")
+    else:
+        monkeypatch.setattr(blocks, "_fused_step", lambda rule: None)
+    return str(request.param)
 
 
 @pytest.fixture

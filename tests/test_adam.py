@@ -17,6 +17,8 @@ from ram_reference import (
 
 import ooc_embed
 
+pytestmark = pytest.mark.usefixtures("each_kernel")
+
 # Trace G1 and all numbers below that are written out were computed with torch 2.14.1 on a CPU.
 G1_INITIAL = [[0, 0], [1, -1], [0.5, 0.25], [2, 2]]
 G1_BATCHES = [

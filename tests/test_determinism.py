@@ -11,6 +11,8 @@ from ram_reference import read_rows
 
 import ooc_embed
 
+pytestmark = pytest.mark.usefixtures("each_kernel")
+
 DIMS = [2, 5, 10, 100, 128]
 DTYPES = [torch.float32, torch.float64]
 

@@ -6,6 +6,8 @@ from ram_reference import RamTable, assert_stored_equal, train_both
 
 import ooc_embed
 
+pytestmark = pytest.mark.usefixtures("each_kernel")
+
 ROWS, DIM, STEPS = 2000, 6, 300
 
 
