@@ -223,7 +223,8 @@ def test_bench_hot_compares_tables_and_leaves_nothing(tmp_path: Path) -> None:
     content = json.loads(saved.read_text())
     assert content["settings"]["rows"] == 3000
     assert {"cores", "torch", "numpy", "zarr", "ooc_embed"} <= set(content["machine"])
-    measured = [figure for figure in figures_of(saved) if "FBGEMM" not in figure["label"]]
+    extras = ("FBGEMM", "numba")  # are there where they are installed
+    measured = [f for f in figures_of(saved) if not any(extra in f["label"] for extra in extras)]
     assert len(measured) == (3 + 1) * 2
     assert all(figure["median"] > 0 and figure["samples"] == 2 for figure in measured)
     own = [figure for figure in measured if figure["label"] == "DiskEmbedding"]
@@ -241,7 +242,8 @@ def test_bench_hot_leaves_out_what_does_not_fit_and_says_so(
     (skipped,) = json.loads((tmp_path / "f").read_text())["skipped"]
     assert "SparseAdam" in skipped["label"]
     assert "GB" in skipped["reason"]
-    assert [f["label"] for f in figures_of(tmp_path / "f")] == [
+    labels = [figure["label"] for figure in figures_of(tmp_path / "f")]
+    assert [label for label in labels if "numba" not in label] == [
         "DiskEmbedding",
         "where-map and eviction",
     ]
