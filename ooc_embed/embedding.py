@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -187,17 +187,24 @@ class DiskEmbedding(nn.Module):
         learning = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
         if self.anchor.requires_grad and self._hooked() is not self.anchor:
             self._hook_anchor()
-        with torch.no_grad():
-            unique, inverse, order, starts = passes.sort_rows(ids)
-            if self.max_norm is not None:
-                self._table.renormalize(unique, self.max_norm, self.norm_type)
         look_up = self._table.lookup if learning else self._table.weights
-        fetch = functools.partial(look_up, counted=self.max_norm is None)
         out: torch.Tensor = passes.Lookup.apply(  # type: ignore[no-untyped-call]
-            self.anchor, fetch, unique, inverse, order, starts, self._stage
+            self.anchor, ids, input.device, self._renormalizing(look_up), self._stage
         )
         out = out.reshape(*input.shape, self.embedding_dim)
-        return out.to(device=input.device, dtype=self.anchor.dtype)
+        return out.to(self.anchor.dtype)
+
+    def _renormalizing(self, look_up: Callable[..., torch.Tensor]) -> passes.FetchWeights:
+        """A way to look rows up that scales them down to ``max_norm`` first, if there is one."""
+        max_norm, table, norm_type = self.max_norm, self._table, self.norm_type
+        if max_norm is None:
+            return look_up
+
+        def fetch(rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+            table.renormalize(rows, max_norm, norm_type)
+            return look_up(rows, inverse, counted=False)
+
+        return fetch
 
     def prefetch(self, rows: torch.Tensor) -> None:
         """Have rows that are not in the cache read from disk into the system's page cache.
@@ -216,19 +223,15 @@ class DiskEmbedding(nn.Module):
         check_range(ids, self.num_embeddings)
         self._table.prefetch(ids)
 
-    def _stage(
-        self, grad: torch.Tensor, unique: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
-    ) -> None:
-        """Give a lookup's gradient, ``(n, D)``, to the running backward pass."""
-        grads = passes.segment_sum(grad.contiguous(), order, starts)
+    def _stage(self, grads: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> None:
+        """Give a lookup's gradients, ``(m, D)``, to the running backward pass."""
         if self.scale_grad_by_freq:
-            ends = torch.cat((starts[1:], starts.new_tensor([len(order)])))
-            grads /= (ends - starts).unsqueeze(1)
+            grads /= counts.unsqueeze(1)
         if self.padding_idx is not None:
-            kept = unique != self.padding_idx
+            kept = rows != self.padding_idx
             if not kept.all():
-                unique, grads = unique[kept], grads[kept]
-        passes.stage(self._table, self.optimizer, unique, grads)
+                rows, grads = rows[kept], grads[kept]
+        passes.stage(self._table, self.optimizer, rows, grads)
 
     # The table
 
@@ -381,16 +384,12 @@ class DiskEmbedding(nn.Module):
 
     def __reduce__(self) -> Any:
         """Pickling carries the path: the copy opens read-only, at the newest commit."""
-        return (_open_to_read, (type(self), str(self.path)))
+        return (type(self).open, (str(self.path), "r"))
 
     def _replicate_for_data_parallel(self) -> Self:
         raise TypeError(
             "DataParallel would copy the table to every device: use DistributedDataParallel"
         )
-
-
-def _open_to_read(kind: type[DiskEmbedding], path: str) -> DiskEmbedding:
-    return kind.open(path, "r")
 
 
 def _arm(table: Table | None) -> None:

@@ -102,8 +102,8 @@ class Pass:
 
 # Takes unique rows (m,) and for each id the index of its row (n,); gives the ids' weights (n, D).
 FetchWeights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# Takes a lookup's gradient (n, D), unique rows (m,), sorting order (n,) and segment starts (m,).
-StageGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], None]
+# Takes a lookup's gradients, one a row (m, D), its unique rows (m,) and their counts (m,).
+StageGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class Lookup(torch.autograd.Function):
@@ -111,24 +111,32 @@ class Lookup(torch.autograd.Function):
 
     The anchor, the table's zero-size parameter, is what makes autograd come here: freezing it, DDP
     and optimizers that want a parameter behave as with nn.Embedding.
+
+    Where the ids are on an accelerator, each row and each gradient goes there and back once,
+    however often its id is in the batch: rows are expanded, and gradients summed, on the device.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
         anchor: torch.Tensor,
+        ids: torch.Tensor,
+        device: torch.device,
         fetch_weights: FetchWeights,
-        unique: torch.Tensor,
-        inverse: torch.Tensor,
-        order: torch.Tensor,
-        starts: torch.Tensor,
         stage_gradient: StageGradient,
     ) -> torch.Tensor:
+        unique, inverse, order, starts = sort_rows(ids)
+        if _on_cpu(device):
+            weights = fetch_weights(unique, inverse)
+        else:
+            rows = fetch_weights(unique, torch.arange(len(unique), device="cpu"))
+            weights = _to_device(rows, device).index_select(0, inverse.to(device))
+            order, starts = order.to(device), starts.to(device)
         ctx.stage_gradient = stage_gradient
         ctx.forward_pass = current_pass()
         # Saved, not kept as attributes: a second backward is then torch's own error.
         ctx.save_for_backward(unique, order, starts)
-        return fetch_weights(unique, inverse)
+        return weights
 
     @staticmethod
     @uncompiled
@@ -150,8 +158,28 @@ class Lookup(torch.autograd.Function):
                 "backward: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         unique, order, starts = ctx.saved_tensors
-        ctx.stage_gradient(grad, unique, order, starts)
-        return (None,) * 7
+        sums = _to_cpu(segment_sum(grad.contiguous(), order, starts))
+        counts = torch.diff(starts, append=starts.new_tensor([len(order)])).to("cpu")
+        ctx.stage_gradient(sums, unique, counts)
+        return (None,) * 5
+
+
+def _on_cpu(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _to_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Send rows off; a CUDA device copies them itself out of pinned memory, and nobody waits."""
+    if device.type == "cuda":
+        rows = rows.pin_memory()
+    return rows.to(device, non_blocking=True)
+
+
+def _to_cpu(sums: torch.Tensor) -> torch.Tensor:
+    """Wait for gradients, which come by way of pinned memory too."""
+    if sums.device.type == "cuda":
+        return torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums)
+    return sums.to("cpu")
 
 
 def stage(table: Table, optimizer: TableOptimizer, rows: torch.Tensor, grads: torch.Tensor) -> None:
