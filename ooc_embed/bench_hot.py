@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from .cache import SLOT_BYTES
+from .disk_rates import data_files
 from .embedding import DiskEmbedding
 from .figures import Figures
 from .memory import usable_memory
@@ -60,43 +61,88 @@ class Settings:
         return self.slots * (record_bytes(self.dim) + SLOT_BYTES + spare)
 
 
+Case = tuple[int, str]
+Rounds = list[list[Tensor]]
+
+
 def measure(settings: Settings, figures: Figures, folder: Path) -> None:
     """Sends the same batches through all contestants; files go into ``folder``."""
-    partly = settings.cache_fraction < 1
-    # Rows that were never written cost no read: those that do not fit into the cache are imported.
-    init = RepeatedRows(settings.rows, settings.dim, seed=settings.seed) if partly else "normal"
-    with DiskEmbedding(
+    cases = list(itertools.product(settings.batch, settings.distributions))
+    if settings.cache_fraction < 1:
+        _measure_in_turn(settings, cases, figures, folder)
+    else:
+        _measure_side_by_side(settings, cases, figures, folder)
+
+
+def _measure_side_by_side(
+    settings: Settings, cases: Iterable[Case], figures: Figures, folder: Path
+) -> None:
+    with _make_table(settings, folder, "normal") as table:
+        contestants = _references(settings, figures, folder)
+        contestants[_OURS] = partial(train_step, table)
+        _touch_every_row(contestants.values(), settings)
+        if table.kernel != "torch":
+            contestants[_BY_TORCH] = _stepped_by_torch(table)
+        for case in cases:
+            rounds = _draw_rounds(settings, case)
+            _add_case(settings, figures, case, _interleaved(contestants, rounds, settings.dim))
+            _add_shares(settings, figures, table, case)
+
+
+def _measure_in_turn(
+    settings: Settings, cases: Iterable[Case], figures: Figures, folder: Path
+) -> None:
+    """One contestant after the other, since each takes the memory: ours as the page cache of the
+    rows that are not in its own."""
+    rounds = {case: _draw_rounds(settings, case) for case in cases}
+    contestants = _references(settings, figures, folder)
+    _touch_every_row(contestants.values(), settings)
+    seconds = {case: _interleaved(contestants, rounds[case], settings.dim) for case in rounds}
+    del contestants
+    # Rows that were never written cost no read, so all are imported.
+    init = RepeatedRows(settings.rows, settings.dim, seed=settings.seed)
+    with _make_table(settings, folder, init) as table:
+        for file in data_files(table.path):
+            file.read_bytes()
+        for case in rounds:
+            _fill_cache(table, settings, case)
+            own = _interleaved({_OURS: partial(train_step, table)}, rounds[case], settings.dim)
+            _add_case(settings, figures, case, {**seconds[case], **own})
+            _add_shares(settings, figures, table, case)
+
+
+def _make_table(settings: Settings, folder: Path, init: object) -> DiskEmbedding:
+    return DiskEmbedding(
         settings.rows,
         settings.dim,
         path=folder / "table.zarr",
         init=init,
         cache_bytes=settings.cache_bytes,
         seed=settings.seed,
-    ) as table:
-        contestants = _references(settings, figures, folder)
-        _touch_every_row(contestants.values(), settings)
-        contestants[_OURS] = partial(train_step, table)
-        if table.kernel != "torch":
-            contestants[_BY_TORCH] = _stepped_by_torch(table)
-        if not partly:
-            _touch_every_row([contestants[_OURS]], settings)
-        for batch, distribution in itertools.product(settings.batch, settings.distributions):
-            ids = batches(distribution, settings.rows, batch, seed=settings.seed)
-            target = torch.randn(batch, settings.dim)
-            if partly:
-                _fill_cache(table, settings.slots, ids, target)
+    )
 
-            def draw(ids: Iterator[Tensor] = ids) -> list[Tensor]:
-                return list(itertools.islice(ids, settings.steps))
 
-            figures.section(
-                f"{settings.rows:,} x {settings.dim}, {settings.slots:,} cached, "
-                f"batch {batch:,}, {distribution} ids"
-            )
-            rounds = [draw() for _ in range(settings.rounds + 1)]
-            _add(figures, _interleaved(contestants, rounds, target), batch)
-            shares = [_bookkeeping_share(table, draw(), target) for _ in range(settings.rounds)]
-            figures.add("where-map and eviction", "% of step", [100 * share for share in shares])
+def _draw_rounds(settings: Settings, case: Case, seed: int = 0) -> Rounds:
+    batch, distribution = case
+    ids = batches(distribution, settings.rows, batch, seed=settings.seed + seed)
+    return [list(itertools.islice(ids, settings.steps)) for _ in range(settings.rounds + 1)]
+
+
+def _add_case(
+    settings: Settings, figures: Figures, case: Case, seconds: Mapping[str, list[float]]
+) -> None:
+    batch, distribution = case
+    figures.section(
+        f"{settings.rows:,} x {settings.dim}, {settings.slots:,} cached, "
+        f"batch {batch:,}, {distribution} ids"
+    )
+    _add(figures, seconds, batch)
+
+
+def _add_shares(settings: Settings, figures: Figures, table: DiskEmbedding, case: Case) -> None:
+    rounds = _draw_rounds(settings, case, seed=2)
+    shares = [_bookkeeping_share(table, drawn, settings.dim) for drawn in rounds[1:]]
+    figures.add("where-map and eviction", "% of step", [100 * share for share in shares])
 
 
 def _stepped_by_torch(table: DiskEmbedding) -> Step:
@@ -150,19 +196,23 @@ def _touch_every_row(steps: Iterable[Step], settings: Settings) -> None:
             step(ids, torch.ones(len(ids), settings.dim))
 
 
-def _fill_cache(table: DiskEmbedding, slots: int, ids: Iterator[Tensor], target: Tensor) -> None:
+def _fill_cache(table: DiskEmbedding, settings: Settings, case: Case) -> None:
     """Trains until rows are evicted; Zipf ids may never come to that, so not for ever."""
-    for _ in range(10 * slots // len(target) + 1):
+    batch, distribution = case
+    ids = batches(distribution, settings.rows, batch, seed=settings.seed + 1)
+    target = torch.randn(batch, settings.dim)
+    for _ in range(10 * settings.slots // batch + 1):
         if table.stats().evictions:
             break
         train_step(table, next(ids), target)
 
 
 def _interleaved(
-    contestants: Mapping[str, Step], rounds: Iterable[list[Tensor]], target: Tensor
+    contestants: Mapping[str, Step], rounds: Rounds, dim: int
 ) -> dict[str, list[float]]:
     """Seconds a step, one figure a round; in each round all contestants take the same batches one
     after the other, so that the machine's noise hits all alike. The first round only warms up."""
+    target = torch.randn(len(rounds[0][0]), dim)
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for drawn in rounds:
         for name, step in contestants.items():
@@ -186,8 +236,9 @@ def _add(figures: Figures, seconds: Mapping[str, list[float]], batch: int) -> No
         figures.add(name, "ms/step", [1e3 * s for s in own], samples_per_s=samples_per_s, **ratios)
 
 
-def _bookkeeping_share(table: DiskEmbedding, drawn: Iterable[Tensor], target: Tensor) -> float:
+def _bookkeeping_share(table: DiskEmbedding, drawn: Sequence[Tensor], dim: int) -> float:
     """The part of the steps on ``drawn`` that goes into the cache's map and evictions."""
+    target = torch.randn(len(drawn[0]), dim)
     begin = time.perf_counter()
     with _timed_methods(table._table.cache, _BOOKKEEPING) as spent:
         for ids in drawn:
