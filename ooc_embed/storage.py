@@ -5,26 +5,26 @@ enter or leave the cache, and no optimizer.
 
 The order of writes is what makes a crash harmless. A commit appends to the active log, syncs it,
 and replaces the manifest: that rename is the commit. A merge rewrites chunks from the sealed log,
-syncs them, names a manifest without that log, and only then deletes it.
+syncs them, names a manifest without that log, and only then deletes it. Its threads only change
+files: what they have finished is entered here, by whoever changes the table next.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from . import durable
 from .cache import RowCache
 from .errors import CorruptStoreError, StoreError
 from .interrupts import uninterrupted
 from .log import ALIGNMENT, SKIPPED, FillRecords, LogState, RecordLog
 from .manifest import Commit, Manifest
 from .mapped import MappedRows
-from .merge import NewestRecords
+from .merging import Merge
+from .progress import progress
 from .store import Store
 
 # Rows whose places are looked at together where a whole log may have to move.
@@ -60,6 +60,9 @@ class Storage:
         self.manifest: Manifest = store.manifest
         self._cache = cache
         self._failed: str | None = None
+        self._merge: Merge | None = None
+        # Chunks that have the sealed log's records, and are mapped so.
+        self._merged: dict[int, int] = {}
         # Chunk files whose content is known. Of an unfinished merge they have either content.
         sealed = len(self.manifest.commit.logs) == 2
         self._known_crc32 = {} if sealed else dict(self.manifest.checksums)
@@ -96,12 +99,11 @@ class Storage:
             where[rows] = -(kept + (start + log.base + 1))
 
     def recover(self) -> None:
-        """Remove what a killed writer left, and finish its merge."""
+        """Remove what a killed writer left; `begin_merge` goes on with its merge."""
         self._active.drop_tail()
         if not self._sealed:
             self._other.drop_tail()
         self.store.drop_leftovers()
-        self.merge()
 
     # Reading and appending
 
@@ -178,7 +180,8 @@ class Storage:
                 skipped if nothing has changed.
 
         Raises:
-            OSError: the disk is full, or failed. Nothing is lost, and a later call may succeed.
+            OSError: the disk is full, or failed, here or in a merge since the last call. Nothing is
+                lost, and a later call may succeed.
         """
         dirty = int(self._cache.dirty.count_nonzero())
         self.make_room(dirty + ALIGNMENT * self._cache.dirty_parts)
@@ -189,12 +192,18 @@ class Storage:
             last.param_groups,
         ):
             self._sync()
-            full = self._active.end > self.store.layout.log_limit
-            self._name_commit(commit, seal=flush or full)
-        self.merge()
-        if flush and self._active.end:
+            self._name_commit(commit, seal=flush or self._full)
+        self._conclude_merge()
+        if self._active.end and not self._sealed and (flush or self._full):
             self._name_commit(commit, seal=True)
-            self.merge()
+        while flush and self._sealed:
+            self._finish_merge(shown=True)
+            if self._active.end:
+                self._name_commit(commit, seal=True)
+
+    @property
+    def _full(self) -> bool:
+        return self._active.end > self.store.layout.log_limit
 
     def _sync(self) -> None:
         """Make the active log durable; where the disk failed, in new files."""
@@ -241,6 +250,8 @@ class Storage:
         self._active.committed = logs[-1]
         if self._sealed and len(logs) == 1:
             self._other.restart(logs[-1].generation + 1)
+            self._known_crc32 = dict(manifest.checksums)
+            self._merged = {}
         self._sealed = len(logs) == 2
 
     # Moving records
@@ -250,7 +261,7 @@ class Storage:
 
         Nothing becomes a commit by it: the manifest names other logs for the same state.
         """
-        self.merge()
+        self._finish_merge()
         old, new = self._active, self._other
         if old.suspect:
             try:
@@ -279,7 +290,7 @@ class Storage:
                 with uninterrupted():
                     new.restart(new.state.generation)
                     new.drop_tail()
-        self.merge()
+        self.begin_merge()
 
     def _rehome(self, moved: list[tuple[slice, int]], low: int, high: int) -> None:
         for block, position in moved:
@@ -288,52 +299,69 @@ class Storage:
         homes = self._cache.home
         self._cache.dirty |= (homes < -low) & (homes >= -high) & self._cache.occupied()
 
-    def merge(self) -> None:
-        """Put the sealed log's newest records into the chunks, then drop that log.
+    # Merging
 
-        Interrupted anywhere, it simply runs again.
-        """
-        if not self._sealed:
-            return
-        log, layout = self._other, self.store.layout
-        newest = NewestRecords(log, layout.chunk_rows, layout.num_chunks)
-        buffer = durable.page_aligned(layout.chunk_bytes)
-        chunk = buffer.view(layout.dtype).reshape(layout.chunk_rows, layout.width)
-        checksums = dict(self.manifest.checksums)
-        for index in newest.chunks():
-            if index in self.manifest.checksums:
-                self._read_known(index, buffer)
-            else:
-                buffer[:] = 0
-            rows, positions = newest.of_chunk(index)
-            chunk[rows.numpy()] = log.gather(positions).numpy()
-            # Until the write has returned, the file may have either content.
-            self._known_crc32.pop(index, None)
-            checksums[index] = self._known_crc32[index] = self.store.write_chunk(index, chunk)
-            first = index * layout.chunk_rows
-            with uninterrupted():
+    def begin_merge(self) -> Merge | None:
+        """Have the sealed log, if there is one, merged in the background."""
+        with uninterrupted():
+            if self._sealed and self._merge is None:
+                self._merge = Merge(self.store, self._other, self._known_crc32, self._merged)
+            return self._merge
+
+    def settle(self) -> None:
+        """Use the chunks that a merge has finished; it costs nothing where there are none."""
+        while self._merge is not None and self._merge.finished:
+            self._settle_one(self._merge)
+
+    def _settle_one(self, merge: Merge) -> None:
+        with uninterrupted():
+            index, crc = merge.take()
+            log, rows = self._other, self.store.layout.chunk_rows
+            try:
                 self._chunks.map_file(index, self.store.chunk_path(index))
-                self._cache.moved(
-                    slice(first, first + layout.chunk_rows),
-                    log.base,
-                    log.base + log.shape.capacity,
-                )
-        self.store.sync_table()
-        commit = replace(self.manifest.commit, logs=(self._active.committed,))
-        self._name(replace(self.manifest, commit=commit, checksums=checksums))
-        self._known_crc32 = dict(checksums)
-        log.drop_tail()
+            except (OSError, CorruptStoreError) as error:
+                merge.fail(error)
+                return
+            block = slice(index * rows, (index + 1) * rows)
+            self._cache.moved(block, log.base, log.base + log.shape.capacity)
+            self._merged[index] = crc
 
-    def _read_known(self, index: int, buffer: np.ndarray) -> None:
-        """Read a chunk that a merge goes on with, and see that nobody else has changed it."""
-        self.store.read_chunk(index, buffer)
-        expected = self._known_crc32.get(index)
-        found = zlib.crc32(buffer.data)
-        if expected is not None and found != expected:
-            raise CorruptStoreError(
-                f"{self.store.chunk_path(index)} was changed or damaged: it has the checksum "
-                f"{found:#010x}, {expected:#010x} was written. Nothing is merged into it"
-            )
+    def stop_merge(self) -> None:
+        """Let the merge end after the chunks that are in flight; `begin_merge` goes on with it."""
+        if self._merge is not None:
+            self._merge.stop()
+            self.settle()
+            self._merge = None
+
+    def _finish_merge(self, *, shown: bool = False) -> None:
+        """Wait until no log is sealed. An interrupted wait leaves the merge going on."""
+        if self._merge is not None and self._merge.stopping:
+            self.stop_merge()
+        merge = self.begin_merge()
+        if merge is not None:
+            chunks = merge.wait()
+            for _ in progress(chunks, "merging", "chunk", merge.left) if shown else chunks:
+                self._settle_one(merge)
+            self._conclude_merge()
+
+    def _conclude_merge(self) -> None:
+        """Name the state without the sealed log if its merge is over; raise what made it fail."""
+        self.settle()
+        merge = self._merge
+        if merge is None:
+            return
+        if merge.stopping:
+            self.stop_merge()
+            if merge.failure is not None:
+                raise merge.failure
+        elif merge.complete:
+            self.stop_merge()
+            self.store.sync_table()
+            log = self._other
+            commit = replace(self.manifest.commit, logs=(self._active.committed,))
+            checksums = self.manifest.checksums | self._merged
+            self._name(replace(self.manifest, commit=commit, checksums=checksums))
+            log.drop_tail()
 
     # Life
 
@@ -348,7 +376,7 @@ class Storage:
             raise StoreError(f"{self.store.path}: {self._failed}")
 
     def close(self) -> None:
-        """Let go of maps and files."""
+        """Let go of maps and files; `stop_merge` comes before."""
         self._active.close()
         self._other.close()
         self._chunks.close()

@@ -267,7 +267,7 @@ def test_where_process_madvise_is_refused_madvise_announces_and_rows_are_equal(
     index = some_rows(5).unique()
     got = rows.gather(index)
     np.testing.assert_array_equal(got.numpy(), by_numpy(tmp_path)[index.numpy()])
-    assert libc.announced > 100
+    assert libc.announced > 0
     assert not mapped.announces_in_batches()
     rows.close()
 

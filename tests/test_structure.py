@@ -17,14 +17,15 @@ TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 
 # Lowest first; a module may import those of the lines above its own.
 LAYERS = (
-    ("_version", "errors", "initializers", "rules", "poincare", "interrupts", "ids"),
-    ("durable", "guard"),
+    ("_version", "errors", "initializers", "rules", "poincare", "interrupts", "ids", "progress"),
+    ("durable", "guard", "behind"),
     ("mapped", "blocks"),
     ("cache", "log"),
     ("manifest", "merge"),
     ("arrays",),
     ("store",),
-    ("storage", "bulk"),
+    ("merging", "bulk"),
+    ("storage",),
     ("table",),
     ("optimizer", "views"),
     ("passes", "creation"),

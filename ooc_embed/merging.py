@@ -1,0 +1,183 @@
+"""Merges a sealed log into the table's chunk files, in threads of its own.
+
+Knows files and the log, which nobody changes any more; never touches cache, maps or manifest.
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from collections import deque
+from collections.abc import Container, Iterator
+
+import numpy as np
+
+from . import durable
+from .errors import CorruptStoreError, StoreError
+from .log import RecordLog
+from .merge import NewestRecords
+from .store import Store
+
+# While one thread waits for the disk to read or to sync, another one applies or writes.
+_THREADS = 4
+_CHUNKS_BYTES = 256 << 20
+# A file that was replaced keeps its space on the disk until the table lets go of its map.
+_UNSETTLED_BYTES = 2 << 30
+
+
+class Worker(threading.Thread):
+    """A thread of a merge."""
+
+
+class Merge:
+    """A sealed log's way into the chunk files, in a few threads.
+
+    Each takes the next chunk, in row order, and does all of it: reads the file whole, puts the
+    newest sealed records in, writes it aside, syncs and renames it. What is finished waits to be
+    taken by the thread that has the table, which maps the new file.
+
+    Args:
+        store: the store.
+        log: its sealed log.
+        known_crc32: checksums of those chunk files whose content is known; kept right.
+        merged: chunks that have the log's records already.
+
+    Attributes:
+        finished: ``(index, crc32)`` of chunks that wait to be taken.
+        stopping: it ends early.
+        failure: what made it end early, or None.
+    """
+
+    def __init__(
+        self, store: Store, log: RecordLog, known_crc32: dict[int, int], merged: Container[int]
+    ) -> None:
+        self.finished: deque[tuple[int, int]] = deque()
+        self.stopping = False
+        self.failure: BaseException | None = None
+        self._store = store
+        self._log = log
+        self._known_crc32 = known_crc32
+        self._merged = merged
+        self._existing = store.manifest.checksums
+        self._changed = threading.Condition()
+        self._planning = threading.Lock()
+        self._newest: NewestRecords | None = None
+        self._todo: Iterator[int] = iter(())
+        self._left: int | None = None
+        count = min(_THREADS, max(_CHUNKS_BYTES // store.layout.chunk_bytes, 1))
+        self._running = count
+        # Not an executor's: those are waited for before a table is closed at exit.
+        self._workers = [Worker(target=self._run, daemon=True) for _ in range(count)]
+        for worker in self._workers:
+            worker.start()
+
+    # For the thread that has the table
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk was merged and taken, if `failure` is None."""
+        return self._left == 0
+
+    @property
+    def left(self) -> int | None:
+        """How many chunks have not been taken yet; waits until that is known, None if never."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._left is not None or not self._running)
+            return self._left
+
+    def take(self) -> tuple[int, int]:
+        """The index and crc32 of the chunk that was finished first."""
+        with self._changed:
+            self._left = (self._left or 0) - 1
+            self._changed.notify_all()
+            return self.finished.popleft()
+
+    def wait(self) -> Iterator[None]:
+        """Yield for each chunk, once it can be taken, until there will be no more."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self.finished or not self._running)
+            if not self.finished:
+                return
+            yield
+
+    def fail(self, error: BaseException) -> None:
+        """End early; what was finished can be taken all the same."""
+        with self._changed:
+            self.failure = self.failure or error
+            self.stopping = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Wait for the chunks that are in flight, and begin no others."""
+        with self._changed:
+            self.stopping = True
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.join()
+
+    # In the threads
+
+    def _run(self) -> None:
+        try:
+            self._merge_chunks()
+        except (OSError, StoreError, MemoryError) as error:
+            self.fail(error)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _merge_chunks(self) -> None:
+        layout = self._store.layout
+        with self._planning:
+            newest = self._plan()
+        buffer = durable.page_aligned(layout.chunk_bytes)
+        while (index := self._next()) is not None:
+            crc = self._merge_chunk(index, newest, buffer)
+            with self._changed:
+                self.finished.append((index, crc))
+                self._changed.notify_all()
+
+    def _plan(self) -> NewestRecords:
+        if self._newest is None:
+            layout = self._store.layout
+            newest = NewestRecords(self._log, layout.chunk_rows, layout.num_chunks)
+            todo = [index for index in newest.chunks() if index not in self._merged]
+            with self._changed:
+                self._newest, self._todo, self._left = newest, iter(todo), len(todo)
+                self._changed.notify_all()
+        return self._newest
+
+    def _next(self) -> int | None:
+        room = max(_UNSETTLED_BYTES // self._store.layout.chunk_bytes, 1)
+        with self._changed:
+            self._changed.wait_for(lambda: self.stopping or len(self.finished) < room)
+            return None if self.stopping else next(self._todo, None)
+
+    def _merge_chunk(self, index: int, newest: NewestRecords, buffer: np.ndarray) -> int:
+        layout = self._store.layout
+        if index in self._existing:
+            self._read_known(index, buffer)
+        else:
+            buffer[:] = 0
+        chunk = buffer.view(layout.dtype).reshape(layout.chunk_rows, layout.width)
+        rows, positions = newest.of_chunk(index)
+        self._log.copy(positions, chunk, rows)
+        # Until the write has returned, the file may have either content.
+        self._known_crc32.pop(index, None)
+        crc = self._known_crc32[index] = self._store.write_chunk(index, chunk)
+        return crc
+
+    def _read_known(self, index: int, buffer: np.ndarray) -> None:
+        """Read a chunk to go on with, and see that nobody else has changed it."""
+        self._store.read_chunk(index, buffer)
+        expected = self._known_crc32.get(index)
+        if expected is not None and (found := zlib.crc32(buffer.data)) != expected:
+            raise CorruptStoreError(
+                f"{self._store.chunk_path(index)} was changed or damaged: it has the checksum "
+                f"{found:#010x}, {expected:#010x} was written. Nothing is merged into it"
+            )
