@@ -113,6 +113,14 @@ class RecordLog:
         """Copy the records at ``positions``, ``(n,) int64`` of this log, to ``(n, W)``."""
         return self._records.gather(positions, out)
 
+    def copier(self, positions: torch.Tensor) -> FillRecords:
+        """Fills a run of another log with the records at ``positions``."""
+
+        def fill(start: int, stop: int, out: torch.Tensor) -> None:
+            self.gather(positions[start:stop], out)
+
+        return fill
+
     def copy(self, positions: np.ndarray, out: np.ndarray, places: np.ndarray) -> None:
         """Copy the records at ascending ``(n,) int64`` positions to ``out[places]``."""
         self._records.copy(positions, out, places)

@@ -5,6 +5,7 @@ Knows files and the log, which nobody changes any more; never touches cache, map
 
 from __future__ import annotations
 
+import os
 import threading
 import zlib
 from collections import deque
@@ -21,8 +22,9 @@ from .store import Store
 # While one thread waits for the disk to read or to sync, another one applies or writes.
 _THREADS = 4
 _CHUNKS_BYTES = 256 << 20
-# A file that was replaced keeps its space on the disk until the table lets go of its map.
-_UNSETTLED_BYTES = 2 << 30
+# A file that was replaced keeps its space on the disk, and a descriptor, until the table has mapped
+# the new one.
+_UNSETTLED = 16
 
 
 class Worker(threading.Thread):
@@ -34,7 +36,9 @@ class Merge:
 
     Each takes the next chunk, in row order, and does all of it: reads the file whole, puts the
     newest sealed records in, writes it aside, syncs and renames it. What is finished waits to be
-    taken by the thread that has the table, which maps the new file.
+    settled by the thread that has the table, which maps the new file. The old one is held open here
+    until then: letting go of a file that has no name any more is the deletion of its pages and
+    blocks, and takes far longer than the mapping.
 
     Args:
         store: the store.
@@ -43,7 +47,7 @@ class Merge:
         merged: chunks that have the log's records already.
 
     Attributes:
-        finished: ``(index, crc32)`` of chunks that wait to be taken.
+        finished: ``(index, crc32)`` of chunks that wait to be settled.
         stopping: it ends early.
         failure: what made it end early, or None.
     """
@@ -62,47 +66,59 @@ class Merge:
         self._changed = threading.Condition()
         self._planning = threading.Lock()
         self._newest: NewestRecords | None = None
-        self._todo: Iterator[int] = iter(())
+        self._todo: deque[int] = deque()
+        self._replaced: dict[int, int] = {}
+        self._unneeded: deque[int] = deque()
         self._left: int | None = None
         count = min(_THREADS, max(_CHUNKS_BYTES // store.layout.chunk_bytes, 1))
         self._running = count
         # Not an executor's: those are waited for before a table is closed at exit.
-        self._workers = [Worker(target=self._run, daemon=True) for _ in range(count)]
-        for worker in self._workers:
-            worker.start()
+        self._workers: list[Worker] = []
+        try:
+            for _ in range(count):
+                worker = Worker(target=self._run, daemon=True)
+                worker.start()
+                self._workers.append(worker)
+        except RuntimeError:  # the system has no more threads; two merges must never run
+            self.stop()
+            raise
 
     # For the thread that has the table
 
     @property
     def complete(self) -> bool:
-        """Whether every chunk was merged and taken, if `failure` is None."""
+        """Whether every chunk was merged and settled, if `failure` is None."""
         return self._left == 0
 
     @property
     def left(self) -> int | None:
-        """How many chunks have not been taken yet; waits until that is known, None if never."""
+        """How many chunks are not settled; waits until that is known, None if it never is."""
         with self._changed:
             self._changed.wait_for(lambda: self._left is not None or not self._running)
             return self._left
 
-    def take(self) -> tuple[int, int]:
-        """The index and crc32 of the chunk that was finished first."""
+    def settled(self) -> None:
+        """The first of the finished chunks is in use."""
         with self._changed:
+            index, _ = self.finished.popleft()
             self._left = (self._left or 0) - 1
+            if index in self._replaced:
+                self._unneeded.append(self._replaced.pop(index))
             self._changed.notify_all()
-            return self.finished.popleft()
 
     def wait(self) -> Iterator[None]:
-        """Yield for each chunk, once it can be taken, until there will be no more."""
+        """Yield for each chunk, once it can be settled, until there will be no more."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self.finished or not self._running)
+                self._changed.wait_for(
+                    lambda: self.finished or self._left == 0 or not self._running
+                )
             if not self.finished:
                 return
             yield
 
     def fail(self, error: BaseException) -> None:
-        """End early; what was finished can be taken all the same."""
+        """End early; what was finished can be settled all the same."""
         with self._changed:
             self.failure = self.failure or error
             self.stopping = True
@@ -115,6 +131,13 @@ class Merge:
             self._changed.notify_all()
         for worker in self._workers:
             worker.join()
+
+    def close(self) -> None:
+        """Let go of the files that were replaced, once `stop` has returned."""
+        for fd in (*self._unneeded, *self._replaced.values()):
+            os.close(fd)
+        self._unneeded.clear()
+        self._replaced.clear()
 
     # In the threads
 
@@ -148,20 +171,30 @@ class Merge:
             newest = NewestRecords(self._log, layout.chunk_rows, layout.num_chunks)
             todo = [index for index in newest.chunks() if index not in self._merged]
             with self._changed:
-                self._newest, self._todo, self._left = newest, iter(todo), len(todo)
+                self._newest, self._todo, self._left = newest, deque(todo), len(todo)
                 self._changed.notify_all()
         return self._newest
 
     def _next(self) -> int | None:
-        room = max(_UNSETTLED_BYTES // self._store.layout.chunk_bytes, 1)
-        with self._changed:
-            self._changed.wait_for(lambda: self.stopping or len(self.finished) < room)
-            return None if self.stopping else next(self._todo, None)
+        """Wait for a chunk to merge, and let go of files meanwhile; None when the merge is over."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_work)
+                if not self._unneeded:
+                    return None if self.stopping or not self._left else self._todo.popleft()
+                fd = self._unneeded.popleft()
+            os.close(fd)
+
+    def _has_work(self) -> bool:
+        if self.stopping or self._unneeded or not self._left:
+            return True
+        return bool(self._todo) and len(self.finished) < _UNSETTLED
 
     def _merge_chunk(self, index: int, newest: NewestRecords, buffer: np.ndarray) -> int:
         layout = self._store.layout
         if index in self._existing:
             self._read_known(index, buffer)
+            self._replaced[index] = os.open(self._store.chunk_path(index), os.O_RDONLY)
         else:
             buffer[:] = 0
         chunk = buffer.view(layout.dtype).reshape(layout.chunk_rows, layout.width)

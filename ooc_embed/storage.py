@@ -277,7 +277,7 @@ class Storage:
                 rows = self._cache.stored_at(block, low, high)
                 if len(rows):
                     positions = -(self._cache.find(rows).to(torch.int64) + 1) - old.base
-                    new.accept(new.write(rows.numpy(), _copier(old, positions)))
+                    new.accept(new.write(rows.numpy(), old.copier(positions)))
                     moved.append((block, new.base + new.end - len(rows)))
             commit = replace(
                 self.manifest.commit, logs=(old.committed, LogState(new.state.generation))
@@ -315,22 +315,24 @@ class Storage:
 
     def _settle_one(self, merge: Merge) -> None:
         with uninterrupted():
-            index, crc = merge.take()
+            index, crc = merge.finished[0]
             log, rows = self._other, self.store.layout.chunk_rows
             try:
                 self._chunks.map_file(index, self.store.chunk_path(index))
             except (OSError, CorruptStoreError) as error:
                 merge.fail(error)
-                return
-            block = slice(index * rows, (index + 1) * rows)
-            self._cache.moved(block, log.base, log.base + log.shape.capacity)
-            self._merged[index] = crc
+            else:
+                block = slice(index * rows, (index + 1) * rows)
+                self._cache.moved(block, log.base, log.base + log.shape.capacity)
+                self._merged[index] = crc
+            merge.settled()
 
     def stop_merge(self) -> None:
         """Let the merge end after the chunks that are in flight; `begin_merge` goes on with it."""
         if self._merge is not None:
             self._merge.stop()
             self.settle()
+            self._merge.close()
             self._merge = None
 
     def _finish_merge(self, *, shown: bool = False) -> None:
@@ -391,10 +393,3 @@ def _gather_part(
     chosen = wanted.nonzero().squeeze(1)
     if len(chosen):
         out[chosen] = source.gather(indices.index_select(0, chosen))
-
-
-def _copier(log: RecordLog, positions: torch.Tensor) -> FillRecords:
-    def fill(start: int, stop: int, out: torch.Tensor) -> None:
-        log.gather(positions[start:stop], out)
-
-    return fill

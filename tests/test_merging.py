@@ -150,6 +150,18 @@ def wait_for_workers() -> None:
         worker.join()
 
 
+def wait_for_merge(emb: DiskEmbedding) -> None:
+    """Until every chunk is written and waits to be settled, or the merge has failed."""
+    merge = emb._table._storage._merge
+    assert merge is not None
+    with merge._changed:
+        assert merge._changed.wait_for(
+            lambda: merge.stopping or len(merge.finished) == merge._left, timeout=60
+        )
+    if merge.stopping:
+        wait_for_workers()
+
+
 # Beside training
 
 
@@ -184,7 +196,7 @@ def test_a_commit_after_the_last_chunk_names_the_state_without_the_log(
 ) -> None:
     pair.seal()
     gate.open()
-    wait_for_workers()
+    wait_for_merge(pair.emb)
     assert sealed(pair.path)  # no step writes a manifest
     pair.train()
     assert sealed(pair.path)
@@ -201,7 +213,7 @@ def test_a_commit_that_has_nothing_else_to_say_ends_a_merge_too(pair: Pair, gate
     pair.seal()
     number = pair.emb.commit()
     gate.open()
-    wait_for_workers()
+    wait_for_merge(pair.emb)
     assert pair.emb.commit() == number
     assert not sealed(pair.path)
     with store_files.untouched(pair.path):
@@ -265,7 +277,7 @@ def test_threads_pause_while_too_many_replaced_files_keep_their_space(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(merging, "_THREADS", 1)
-    monkeypatch.setattr(merging, "_UNSETTLED_BYTES", 2 * 1024 * 13 * 8)
+    monkeypatch.setattr(merging, "_UNSETTLED", 2)
     waiting = []
     taken = threading.Semaphore(0)
     real = Merge._next
@@ -462,7 +474,7 @@ def test_a_merge_that_failed_is_told_at_the_next_commit_and_done_by_a_later_one(
 ) -> None:
     fail_once(monkeypatch, method, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     pair.seal()
-    wait_for_workers()
+    wait_for_merge(pair.emb)
     pair.train(2)
     pair.check()
     with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
@@ -472,7 +484,7 @@ def test_a_merge_that_failed_is_told_at_the_next_commit_and_done_by_a_later_one(
     pair.train()
     pair.emb.commit()
     pair.check_reader()
-    wait_for_workers()
+    wait_for_merge(pair.emb)
     pair.emb.commit()
     assert not sealed(pair.path)
     pair.check()
@@ -496,7 +508,7 @@ def test_a_step_that_needs_the_failed_merge_does_it_again(
 ) -> None:
     fail_once(monkeypatch, "write_chunk", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     pair.seal()
-    wait_for_workers()
+    wait_for_merge(pair.emb)
     number = store_files.newest_commit(pair.path)["logs"][-1]["generation"]
     while store_files.newest_commit(pair.path)["logs"][-1]["generation"] == number:
         pair.train()
@@ -531,14 +543,14 @@ def test_nothing_is_merged_into_a_chunk_that_was_damaged_until_it_is_mended(
     damaged = chunk.read_bytes()
     pair.seal()
     for _ in range(2):
-        wait_for_workers()
+        wait_for_merge(pair.emb)
         with pytest.raises(CorruptStoreError, match=r"c\.4\.0"):
             pair.emb.commit()
         assert chunk.read_bytes() == damaged
         pair.check()
         pair.train()
         pair.emb.commit()
-    wait_for_workers()
+    wait_for_merge(pair.emb)
     _replace(chunk, kept)
     with pytest.raises(CorruptStoreError):
         pair.emb.flush()
@@ -550,7 +562,7 @@ def test_a_chunk_that_is_gone_before_the_table_maps_it_is_merged_again(
 ) -> None:
     pair.seal()
     gate.let(CHUNKS)
-    wait_for_workers()
+    wait_for_merge(pair.emb)
     chunk = pair.path / "table" / "c.2.0"
     kept = chunk.read_bytes()
     chunk.unlink()
