@@ -278,23 +278,24 @@ def test_threads_pause_while_too_many_replaced_files_keep_their_space(
 ) -> None:
     monkeypatch.setattr(merging, "_THREADS", 1)
     monkeypatch.setattr(merging, "_UNSETTLED", 2)
-    waiting = []
-    taken = threading.Semaphore(0)
-    real = Merge._next
+    paused = threading.Event()
+    real = Merge._has_work
 
-    def remember(self: Merge) -> int | None:
-        index = real(self)
-        waiting.append(len(self.finished))
-        taken.release()
-        return index
+    def has_work(self: Merge) -> bool:
+        found = real(self)
+        if not found:
+            paused.set()
+        return found
 
-    monkeypatch.setattr(Merge, "_next", remember)
+    monkeypatch.setattr(Merge, "_has_work", has_work)
     pair.seal()
-    for _ in range(2):
-        assert taken.acquire(timeout=60)
+    assert paused.wait(20)
+    merge = pair.emb._table._storage._merge
+    assert merge is not None
+    assert [index for index, _ in merge.finished] == [0, 1]
+    pair.train()
+    pair.check()
     pair.finish()
-    assert len(waiting) == CHUNKS + 1
-    assert max(waiting) <= 1
 
 
 def test_no_more_threads_work_than_their_chunks_may_take_memory(
