@@ -5,21 +5,15 @@ Whole chunk files are written once, in order: the log is for rows that are touch
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 
 from . import durable
 from .manifest import Layout
-
-try:
-    from tqdm.auto import tqdm
-except ImportError:  # an extra: without it there is no progress to see
-    tqdm = None
-
-_Item = TypeVar("_Item")
+from .progress import progress
 
 
 def check_source(source: Any, shape: tuple[int, int]) -> None:
@@ -56,14 +50,6 @@ def chunks(source: Any, layout: Layout, weight: slice, version: slice) -> Iterat
         chunk[: stop - start, version] = 1
         chunk[stop - start :] = 0
         yield chunk
-
-
-def progress(items: Iterable[_Item], text: str, unit: str) -> Iterable[_Item]:
-    """Show progress over ``items`` where tqdm is installed and it takes a moment."""
-    if tqdm is None:
-        return items
-    shown: Iterable[_Item] = tqdm(items, desc=text, unit=unit, delay=2, leave=False)
-    return shown
 
 
 def _block(source: Any, start: int, stop: int) -> np.ndarray:

@@ -144,6 +144,37 @@ def write_file(path: Path, buffer: np.ndarray) -> None:
         raise
 
 
+def read_file(path: Path, buffer: np.ndarray) -> int:
+    """Fill ``buffer``, ``(n,) uint8``, from a file, past the page cache where that goes.
+
+    That asks for whole pages, as those of `page_aligned` are.
+
+    Returns:
+        How many bytes were read: fewer than n where the file is shorter.
+    """
+    fd = _open_direct(path, os.O_RDONLY)
+    direct = fd >= 0
+    if not direct:
+        fd = os.open(path, os.O_RDONLY)
+    done = 0
+    try:
+        while done < len(buffer):
+            try:
+                count = os.preadv(fd, [buffer[done:].data], done)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                fcntl.fcntl(fd, fcntl.F_SETFL, os.O_RDONLY)
+                direct = False
+                continue
+            if not count:
+                break
+            done += count
+    finally:
+        os.close(fd)
+    return done
+
+
 def allocate(path: Path, nbytes: int) -> None:
     """Create a file whose space is reserved, under a temporary name first.
 

@@ -48,7 +48,7 @@ class RowFetcher:
         that has moved since is announced for nothing, or its lookup reads it.
         """
         rows = rows[self._cache.find(rows) <= 0].unique()
-        self._storage.announce(rows, self._cache.find(rows))
+        self._storage.stored.announce(rows, self._cache.find(rows))
 
     def read(self, rows: torch.Tensor, span: slice, *, counted: bool = False) -> torch.Tensor:
         """Columns of rows in any order; neither cache nor disk change.
@@ -92,7 +92,7 @@ class RowFetcher:
 
     def _stored(self, rows: torch.Tensor, homes: torch.Tensor) -> torch.Tensor:
         """Records from disk, with initial values where there is none: ``(n, W)``."""
-        records = self._storage.read(rows, homes)
+        records = self._storage.stored.read(rows, homes)
         fresh = (records[:, self._version] == 0).nonzero().squeeze(1)
         if len(fresh):
             new = rows.index_select(0, fresh)

@@ -9,12 +9,14 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from . import durable
+from .behind import Behind
 from .errors import CorruptStoreError, StoreError
 from .mapped import MappedRows
 
@@ -23,6 +25,7 @@ from .mapped import MappedRows
 ALIGNMENT = 1024
 _DIRECT_RUN = 8 * ALIGNMENT
 _BLOCK_BYTES = 8 << 20
+_BUFFERS = 3
 SKIPPED = -1
 
 
@@ -79,7 +82,7 @@ class RecordLog:
         self._rows = MappedRows(files, shape.rows_per_file, 1, np.dtype("<i8"))
         record_bytes = shape.width * shape.dtype.itemsize
         self._block = max(_BLOCK_BYTES // record_bytes // ALIGNMENT, 1) * ALIGNMENT
-        self._buffer = np.empty(0, dtype=np.uint8)
+        self._buffers = [np.empty(0, dtype=np.uint8)] * _BUFFERS
         self._open: dict[str, durable.AppendFile] = {}
         self._new_names = False
         for index in range(self._files(state.records, shape.records_per_file)):
@@ -114,6 +117,18 @@ class RecordLog:
         """Have the pages of these records read ahead."""
         self._records.announce(positions)
 
+    def copier(self, positions: torch.Tensor) -> FillRecords:
+        """Fills a run of another log with the records at ``positions``."""
+
+        def fill(start: int, stop: int, out: torch.Tensor) -> None:
+            self.gather(positions[start:stop], out)
+
+        return fill
+
+    def copy(self, positions: np.ndarray, out: np.ndarray, places: np.ndarray) -> None:
+        """Copy the records at ascending ``(n,) int64`` positions to ``out[places]``."""
+        self._records.copy(positions, out, places)
+
     def write(self, rows: np.ndarray, fill: FillRecords) -> LogState:
         """Write a run of rows, sorted and unique, behind the end.
 
@@ -136,22 +151,39 @@ class RecordLog:
         listed[begin - state.records :] = rows
         self._write("rows", state.records * 8, listed.view(np.uint8), direct=False)
         rows_crc = zlib.crc32(listed.data, state.rows_crc32)
-        records_crc = state.records_crc32
+        records_crc = self._write_records(begin, count, fill, state.records_crc32, direct)
+        return LogState(state.generation, begin + count, rows_crc, records_crc)
+
+    def _write_records(
+        self, begin: int, count: int, fill: FillRecords, crc: int, direct: bool
+    ) -> int:
+        """Write a run's records, and fill the next block meanwhile; returns the new ``crc``."""
         row_bytes = self.shape.width * self.shape.dtype.itemsize
         size = min(self._block, -(-count // ALIGNMENT) * ALIGNMENT) * row_bytes
-        if len(self._buffer) < size:
-            self._buffer = durable.page_aligned(size)
-        buffer = self._buffer[: len(self._buffer) // row_bytes * row_bytes]
-        block = torch.from_numpy(buffer.view(self.shape.dtype).reshape(-1, self.shape.width))
-        for start in range(0, count, self._block):
-            stop = min(start + self._block, count)
-            fill(start, stop, block[: stop - start])
-            nbytes = (stop - start) * row_bytes
-            records_crc = zlib.crc32(buffer[:nbytes].data, records_crc)
-            if direct:  # a last partial page goes out whole; what is behind the end is ignored
-                nbytes = -(-nbytes // durable.PAGE) * durable.PAGE
-            self._write("records", (begin + start) * row_bytes, buffer[:nbytes], direct=direct)
-        return LogState(state.generation, begin + count, rows_crc, records_crc)
+        if len(self._buffers[0]) < size:
+            self._buffers = [durable.page_aligned(size) for _ in range(_BUFFERS)]
+        with Behind(_BUFFERS - 1) as behind:
+            for start in range(0, count, self._block):
+                stop = min(start + self._block, count)
+                nbytes = (stop - start) * row_bytes
+                buffer = self._buffers[start // self._block % _BUFFERS]
+                records = buffer[:nbytes].view(self.shape.dtype).reshape(-1, self.shape.width)
+                fill(start, stop, torch.from_numpy(records))
+                crc = zlib.crc32(buffer[:nbytes].data, crc)
+                if direct:  # a last partial page goes out whole; what is behind the end is ignored
+                    nbytes = -(-nbytes // durable.PAGE) * durable.PAGE
+                write = partial(
+                    self._write,
+                    "records",
+                    (begin + start) * row_bytes,
+                    buffer[:nbytes],
+                    direct=direct,
+                )
+                if count > self._block:
+                    behind.run(write)
+                else:
+                    write()
+        return crc
 
     def accept(self, state: LogState) -> None:
         """Make the run that `write` wrote a part of the log."""
@@ -170,9 +202,11 @@ class RecordLog:
             durable.sync_directory(self.folder / "records")
             self._new_names = False
 
-    def rows(self, positions: torch.Tensor) -> torch.Tensor:
-        """The row ids at ``(n,) int64`` positions, `SKIPPED` where there is none."""
-        return self._rows.gather(positions).squeeze(1)
+    def rows(self, positions: np.ndarray) -> np.ndarray:
+        """The row ids at ascending ``(n,) int64`` positions, `SKIPPED` where there is none."""
+        out = np.empty((len(positions), 1), dtype="<i8")
+        self._rows.copy(positions, out, np.arange(len(positions)))
+        return out.squeeze(1)
 
     def blocks(
         self, stop: int, block: int = 1 << 18, start: int = 0

@@ -7,7 +7,6 @@ keeps two bytes in memory, not the row ids.
 from __future__ import annotations
 
 import numpy as np
-import torch
 
 from .log import RecordLog
 
@@ -39,11 +38,11 @@ class NewestRecords:
         touched = (self._bounds[:, 1:] > self._bounds[:, :-1]).any(axis=0)
         return [int(index) for index in np.flatnonzero(touched)]
 
-    def of_chunk(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows within the chunk, ascending and unique, and the positions of their records.
+    def of_chunk(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Rows within the chunk, unique, and the positions of their records, which ascend.
 
         Returns:
-            Two ``(n,) int64`` tensors.
+            Two ``(n,) int64`` arrays.
         """
         parts = [
             order[low:high].astype(np.int64) + segment * _SEGMENT
@@ -52,10 +51,10 @@ class NewestRecords:
             )
             if high > low
         ]
-        positions = np.concatenate(parts)
-        rows = self._log.rows(torch.from_numpy(positions)).numpy() - index * self._chunk_rows
-        # Positions of one row ascend here, and of repeated indices numpy keeps the last value.
-        newest = np.full(self._chunk_rows, -1, dtype=np.int64)
+        positions = np.sort(np.concatenate(parts))
+        rows = self._log.rows(positions) - index * self._chunk_rows
+        # Of repeated indices numpy keeps the last value.
+        newest = np.empty(self._chunk_rows, dtype=np.int64)
         newest[rows] = positions
-        kept = np.flatnonzero(newest >= 0)
-        return torch.from_numpy(kept), torch.from_numpy(newest[kept])
+        kept = newest[rows] == positions
+        return rows[kept], positions[kept]

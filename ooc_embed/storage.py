@@ -5,27 +5,28 @@ enter or leave the cache, and no optimizer.
 
 The order of writes is what makes a crash harmless. A commit appends to the active log, syncs it,
 and replaces the manifest: that rename is the commit. A merge rewrites chunks from the sealed log,
-syncs them, names a manifest without that log, and only then deletes it.
+syncs them, names a manifest without that log, and only then deletes it. Its threads only change
+files: what they have finished is entered here, by whoever changes the table next.
 """
 
 from __future__ import annotations
 
 import time
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from . import durable
 from .cache import RowCache
 from .errors import CorruptStoreError, StoreError
 from .interrupts import uninterrupted
 from .log import ALIGNMENT, SKIPPED, FillRecords, LogState, RecordLog
 from .manifest import Commit, Manifest
 from .mapped import MappedRows
-from .merge import NewestRecords
+from .merging import Merge
+from .places import StoredRecords
+from .progress import progress
 from .stats import Counters
 from .store import Store
 
@@ -54,6 +55,10 @@ class Storage:
         cache: holds the map from rows to places, which this fills.
         counters: where reads and writes are counted.
 
+    Attributes:
+        stored: reads records.
+        manifest: the newest commit.
+
     Raises:
         CorruptStoreError: a file is missing, short, or fails its checksum.
     """
@@ -64,6 +69,9 @@ class Storage:
         self._cache = cache
         self._counters = counters
         self._failed: str | None = None
+        self._merge: Merge | None = None
+        # Chunks that have the sealed log's records, and are mapped so.
+        self._merged: dict[int, int] = {}
         # Chunk files whose content is known. Of an unfinished merge they have either content.
         sealed = len(self.manifest.commit.logs) == 2
         self._known_crc32 = {} if sealed else dict(self.manifest.checksums)
@@ -82,6 +90,7 @@ class Storage:
         self._sealed = len(logs) == 2
         if not self._sealed:
             self._other = self._open_log(LogState(self._active.state.generation + 1))
+        self.stored = StoredRecords(self._chunks, (self._active, self._other), counters)
 
     def _open_log(self, state: LogState) -> RecordLog:
         return RecordLog(self.store.log_folder(state.generation), self.store.layout.log, state)
@@ -100,60 +109,13 @@ class Storage:
             where[rows] = -(kept + (start + log.base + 1))
 
     def recover(self) -> None:
-        """Remove what a killed writer left, and finish its merge."""
+        """Remove what a killed writer left; `begin_merge` goes on with its merge."""
         self._active.drop_tail()
         if not self._sealed:
             self._other.drop_tail()
         self.store.drop_leftovers()
-        self.merge()
 
-    # Reading and appending
-
-    def read(self, rows: torch.Tensor, homes: torch.Tensor) -> torch.Tensor:
-        """Copy the stored records of rows; zeros where nothing is stored.
-
-        Args:
-            rows: ``(n,) int64``.
-            homes: ``(n,)``, where each is stored: 0 or -(p + 1).
-
-        Returns:
-            ``(n, W)``.
-        """
-        self._counters.bytes_read += len(rows) * self.store.layout.record_bytes
-        if not (homes < 0).any():
-            return self._chunks.gather(rows)
-        out = torch.empty(
-            len(rows), self.store.layout.width, dtype=self._cache.records.dtype, device="cpu"
-        )
-        for source, chosen, indices in self._by_source(rows, homes):
-            out[chosen] = source.gather(indices)
-        return out
-
-    def announce(self, rows: torch.Tensor, homes: torch.Tensor) -> None:
-        """Have the stored records of rows, as in `read`, read ahead into the page cache.
-
-        Any thread may call it at any time, without the table's lock: what moves meanwhile is
-        announced for nothing, or not at all. Logs and maps are replaced, never taken away, indices
-        stay within them whatever ``homes`` say, and a map's memory stays while it is announced.
-        """
-        for source, _, indices in self._by_source(rows, homes):
-            source.announce(indices)
-
-    def _by_source(
-        self, rows: torch.Tensor, homes: torch.Tensor
-    ) -> Iterator[tuple[MappedRows | RecordLog, torch.Tensor, torch.Tensor]]:
-        """Yield each array that stores some of the rows, which ones, and where in it they are."""
-        positions = -(homes.to(torch.int64) + 1)
-        sources: list[tuple[MappedRows | RecordLog, torch.Tensor, torch.Tensor]] = [
-            (self._chunks, homes >= 0, rows)
-        ]
-        for log in (self._active, self._other):
-            local = positions - log.base
-            sources.append((log, (local >= 0) & (local < log.shape.capacity), local))
-        for source, wanted, indices in sources:
-            chosen = wanted.nonzero().squeeze(1)
-            if len(chosen):
-                yield source, chosen, indices.index_select(0, chosen)
+    # Appending
 
     def make_room(self, count: int) -> None:
         """See that a run of ``count`` records fits into the active log.
@@ -207,7 +169,8 @@ class Storage:
                 skipped if nothing has changed.
 
         Raises:
-            OSError: the disk is full, or failed. Nothing is lost, and a later call may succeed.
+            OSError: the disk is full, or failed, here or in a merge since the last call. Nothing is
+                lost, and a later call may succeed.
         """
         begin = time.perf_counter()
         dirty = int(self._cache.dirty.count_nonzero())
@@ -219,15 +182,24 @@ class Storage:
             last.param_groups,
         ):
             self._sync()
-            full = self._active.end > self.store.layout.log_limit
-            self._name_commit(commit, seal=flush or full)
+            self._name_commit(commit, seal=flush or self._full)
             self._counters.committed(begin)
-        self.merge()
-        if flush and self._active.end:
-            begin = time.perf_counter()
-            self._name_commit(commit, seal=True)
-            self._counters.committed(begin)
-            self.merge()
+        self._conclude_merge()
+        if self._active.end and not self._sealed and (flush or self._full):
+            self._seal(commit)
+        while flush and self._sealed:
+            self._finish_merge(shown=True)
+            if self._active.end:
+                self._seal(commit)
+
+    def _seal(self, commit: Commit) -> None:
+        begin = time.perf_counter()
+        self._name_commit(commit, seal=True)
+        self._counters.committed(begin)
+
+    @property
+    def _full(self) -> bool:
+        return self._active.end > self.store.layout.log_limit
 
     def _sync(self) -> None:
         """Make the active log durable; where the disk failed, in new files."""
@@ -274,6 +246,8 @@ class Storage:
         self._active.committed = logs[-1]
         if self._sealed and len(logs) == 1:
             self._other.restart(logs[-1].generation + 1)
+            self._known_crc32 = dict(manifest.checksums)
+            self._merged = {}
         self._sealed = len(logs) == 2
 
     # Moving records
@@ -283,7 +257,7 @@ class Storage:
 
         Nothing becomes a commit by it: the manifest names other logs for the same state.
         """
-        self.merge()
+        self._finish_merge()
         old, new = self._active, self._other
         if old.suspect:
             try:
@@ -299,7 +273,7 @@ class Storage:
                 rows = self._cache.stored_at(block, low, high)
                 if len(rows):
                     positions = -(self._cache.find(rows).to(torch.int64) + 1) - old.base
-                    new.accept(new.write(rows.numpy(), _copier(old, positions)))
+                    new.accept(new.write(rows.numpy(), old.copier(positions)))
                     self._counters.appended(len(rows), self.store.layout.record_bytes)
                     moved.append((block, new.base + new.end - len(rows)))
             commit = replace(
@@ -313,7 +287,7 @@ class Storage:
                 with uninterrupted():
                     new.restart(new.state.generation)
                     new.drop_tail()
-        self.merge()
+        self.begin_merge()
 
     def _rehome(self, moved: list[tuple[slice, int]], low: int, high: int) -> None:
         for block, position in moved:
@@ -322,55 +296,73 @@ class Storage:
         homes = self._cache.home
         self._cache.dirty |= (homes < -low) & (homes >= -high) & self._cache.occupied()
 
-    def merge(self) -> None:
-        """Put the sealed log's newest records into the chunks, then drop that log.
+    # Merging
 
-        Interrupted anywhere, it simply runs again.
-        """
-        if not self._sealed:
-            return
-        begin = time.perf_counter()
-        log, layout = self._other, self.store.layout
-        newest = NewestRecords(log, layout.chunk_rows, layout.num_chunks)
-        buffer = durable.page_aligned(layout.chunk_bytes)
-        chunk = buffer.view(layout.dtype).reshape(layout.chunk_rows, layout.width)
-        checksums = dict(self.manifest.checksums)
-        for index in newest.chunks():
-            if index in self.manifest.checksums:
-                self._read_known(index, buffer)
-            else:
-                buffer[:] = 0
-            rows, positions = newest.of_chunk(index)
-            chunk[rows.numpy()] = log.gather(positions).numpy()
-            # Until the write has returned, the file may have either content.
-            self._known_crc32.pop(index, None)
-            checksums[index] = self._known_crc32[index] = self.store.write_chunk(index, chunk)
-            self._counters.bytes_written += layout.chunk_bytes
-            first = index * layout.chunk_rows
-            with uninterrupted():
+    def begin_merge(self) -> Merge | None:
+        """Have the sealed log, if there is one, merged in the background."""
+        with uninterrupted():
+            if self._sealed and self._merge is None:
+                self._merge = Merge(self.store, self._other, self._known_crc32, self._merged)
+            return self._merge
+
+    def settle(self) -> None:
+        """Use the chunks that a merge has finished; it costs nothing where there are none."""
+        while self._merge is not None and self._merge.finished:
+            self._settle_one(self._merge)
+
+    def _settle_one(self, merge: Merge) -> None:
+        with uninterrupted():
+            index, crc = merge.finished[0]
+            log, rows = self._other, self.store.layout.chunk_rows
+            try:
                 self._chunks.map_file(index, self.store.chunk_path(index))
-                self._cache.moved(
-                    slice(first, first + layout.chunk_rows),
-                    log.base,
-                    log.base + log.shape.capacity,
-                )
-        self.store.sync_table()
-        commit = replace(self.manifest.commit, logs=(self._active.committed,))
-        self._name(replace(self.manifest, commit=commit, checksums=checksums))
-        self._known_crc32 = dict(checksums)
-        log.drop_tail()
-        self._counters.merged(begin)
+            except (OSError, CorruptStoreError) as error:
+                merge.fail(error)
+            else:
+                block = slice(index * rows, (index + 1) * rows)
+                self._cache.moved(block, log.base, log.base + log.shape.capacity)
+                self._merged[index] = crc
+                self._counters.bytes_written += self.store.layout.chunk_bytes
+            merge.settled()
 
-    def _read_known(self, index: int, buffer: np.ndarray) -> None:
-        """Read a chunk that a merge goes on with, and see that nobody else has changed it."""
-        self.store.read_chunk(index, buffer)
-        expected = self._known_crc32.get(index)
-        found = zlib.crc32(buffer.data)
-        if expected is not None and found != expected:
-            raise CorruptStoreError(
-                f"{self.store.chunk_path(index)} was changed or damaged: it has the checksum "
-                f"{found:#010x}, {expected:#010x} was written. Nothing is merged into it"
-            )
+    def stop_merge(self) -> None:
+        """Let the merge end after the chunks that are in flight; `begin_merge` goes on with it."""
+        if self._merge is not None:
+            self._merge.stop()
+            self.settle()
+            self._merge.close()
+            self._merge = None
+
+    def _finish_merge(self, *, shown: bool = False) -> None:
+        """Wait until no log is sealed. An interrupted wait leaves the merge going on."""
+        if self._merge is not None and self._merge.stopping:
+            self.stop_merge()
+        merge = self.begin_merge()
+        if merge is not None:
+            chunks = merge.wait()
+            for _ in progress(chunks, "merging", "chunk", merge.left) if shown else chunks:
+                self._settle_one(merge)
+            self._conclude_merge()
+
+    def _conclude_merge(self) -> None:
+        """Name the state without the sealed log if its merge is over; raise what made it fail."""
+        self.settle()
+        merge = self._merge
+        if merge is None:
+            return
+        if merge.stopping:
+            self.stop_merge()
+            if merge.failure is not None:
+                raise merge.failure
+        elif merge.complete:
+            self.stop_merge()
+            self.store.sync_table()
+            log = self._other
+            commit = replace(self.manifest.commit, logs=(self._active.committed,))
+            checksums = self.manifest.checksums | self._merged
+            self._name(replace(self.manifest, commit=commit, checksums=checksums))
+            log.drop_tail()
+            self._counters.merged(merge.began)
 
     # Life
 
@@ -385,14 +377,7 @@ class Storage:
             raise StoreError(f"{self.store.path}: {self._failed}")
 
     def close(self) -> None:
-        """Let go of maps and files."""
+        """Let go of maps and files; `stop_merge` comes before."""
         self._active.close()
         self._other.close()
         self._chunks.close()
-
-
-def _copier(log: RecordLog, positions: torch.Tensor) -> FillRecords:
-    def fill(start: int, stop: int, out: torch.Tensor) -> None:
-        log.gather(positions[start:stop], out)
-
-    return fill

@@ -28,7 +28,8 @@ _FOLDERS = ("table", "column", "log")
 # All files that a creation, finished or not, puts into its folder.
 _OURS = re.compile(
     r"(table|column|log|log/[01]|log/[01]/(rows|records))"
-    r"/(zarr\.json|writer\.json|c\.\d+(\.0)?|c/0)(\.tmp|\.[0-9a-f]*\.partial)?"
+    r"/((zarr\.json|writer\.json|c\.\d+(\.0)?|c/0)(\.tmp|\.[0-9a-f]*\.partial)?"
+    r"|zarr\.[0-9a-f]*\.partial)"
 )
 
 
@@ -141,21 +142,15 @@ class Store:
         return self._read()[0]
 
     def read_chunk(self, index: int, buffer: np.ndarray) -> None:
-        """Read a chunk file into ``(chunk_bytes,) uint8``.
+        """Read a chunk file into ``(chunk_bytes,) uint8``, best whole pages.
 
         Raises:
             CorruptStoreError: it is shorter.
         """
         path = self.chunk_path(index)
-        with path.open("rb", buffering=0) as file:
-            view = buffer.data
-            while view:
-                count = file.readinto(view)
-                if not count:
-                    raise CorruptStoreError(
-                        f"{path} has {len(buffer) - len(view):,} bytes, {len(buffer):,} expected"
-                    )
-                view = view[count:]
+        count = durable.read_file(path, buffer)
+        if count < len(buffer):
+            raise CorruptStoreError(f"{path} has {count:,} bytes, {len(buffer):,} expected")
 
     def name_holder(self) -> None:
         """Say in the error of a second writer who has the store."""

@@ -6,10 +6,12 @@ or schedulers.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,7 @@ from .fetcher import RowFetcher
 from .guard import Guard
 from .interrupts import uninterrupted
 from .manifest import VERSION_FIELD, Commit, Manifest
+from .merging import Worker
 from .stats import Counters
 from .storage import Run, Storage
 from .store import Store
@@ -102,7 +105,6 @@ class Table:
                 if store.writable:
                     table._storage.recover()
                     store.name_holder()
-                    return table
             except CorruptStoreError:
                 if store.writable or not store.logs_changed():
                     store.close()
@@ -111,6 +113,9 @@ class Table:
             except BaseException:
                 store.close()
                 raise
+            if store.writable:
+                table._storage.begin_merge()
+                return table
             # A reader took no lock: a merge may have replaced files while they were being mapped.
             if not store.logs_changed():
                 return table
@@ -264,6 +269,7 @@ class Table:
         """
         with self.writing():
             self._commit(param_groups, flush=flush)
+            self._storage.begin_merge()
             return self.manifest.commit.number
 
     def _commit(self, param_groups: list[dict[str, Any]], *, flush: bool) -> None:
@@ -302,6 +308,7 @@ class Table:
         """
         with self._guard.writing():
             self._storage.check()
+            self._storage.settle()
             yield
 
     def close(
@@ -309,14 +316,22 @@ class Table:
     ) -> None:
         """Commit (a writer, given ``param_groups``) and release; once closed it does nothing.
 
+        A merge stops after the chunks in flight, and opening again goes on with it.
+
         Raises:
             StoreError: the disk had failed for good. The table is closed, at its last commit.
         """
         if self._guard.closed or self._guard.forked:
             return
+        if isinstance(threading.current_thread(), Worker):
+            # The cyclic collector ran a finalizer here, and a thread cannot wait for itself.
+            close = partial(self.close, param_groups, flush=flush)
+            threading.Thread(target=close, daemon=False).start()
+            return
         with self._guard.reading():
             if param_groups is not None and self._guard.writer and not self._storage.failed:
                 self._commit(param_groups, flush=flush)
+            self._storage.stop_merge()
             with uninterrupted():
                 self._guard.closed = True
                 self._storage.close()

@@ -8,8 +8,10 @@ it ended.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import importlib
+import itertools
 import json
 import os
 import random
@@ -17,6 +19,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -166,8 +169,40 @@ def _obtain(path: str, cache_bytes: int) -> Any:
     return ooc_embed.DiskEmbedding.open(path, cache_bytes=cache_bytes)
 
 
-def train_until_killed(path: str, seed: int, rounds: int, cache_bytes: int, flushes: bool) -> None:
-    """Go on from the last commit; tell of each step and each commit before and after it."""
+def train_until_killed(
+    path: str,
+    seed: int,
+    rounds: int,
+    cache_bytes: int,
+    flushes: bool,
+    dies_in_merge: int | None = None,
+) -> None:
+    """Go on from the last commit; tell of each step and each commit before and after it.
+
+    With `dies_in_merge`, it is killed at that call of the merges' threads which changes a file.
+    """
+    with contextlib.ExitStack() as stack:
+        if dies_in_merge is not None:
+            stack.enter_context(_dying_in_merge(Path(path), dies_in_merge))
+        _train(path, seed, rounds, cache_bytes, flushes)
+    os._exit(0)
+
+
+def _dying_in_merge(path: Path, number: int) -> contextlib.AbstractContextManager[None]:
+    import system_calls
+
+    from ooc_embed.merging import Worker
+
+    calls = itertools.count()
+
+    def die(*_: Any) -> None:
+        if isinstance(threading.current_thread(), Worker) and next(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return system_calls.watched(path, die)
+
+
+def _train(path: str, seed: int, rounds: int, cache_bytes: int, flushes: bool) -> None:
     import workload
 
     emb = _obtain(path, cache_bytes)
@@ -180,7 +215,6 @@ def train_until_killed(path: str, seed: int, rounds: int, cache_bytes: int, flus
             report(played.then, emb.step)
             getattr(emb, played.then)()
             report("committed", emb.step)
-    os._exit(0)
 
 
 def create_and_say_so(path: str) -> None:
@@ -312,12 +346,13 @@ TASKS = {
 
 def _serve() -> None:
     """Read a task, fork its child, wait; a child returns from here, to exit as a script does."""
+    import system_calls
     import torch
     import workload
 
     import ooc_embed
 
-    assert ooc_embed and workload
+    assert ooc_embed and workload and system_calls
     # An optimizer loads it at its first use: once here, not in every child.
     importlib.import_module("torch._dynamo")
     torch.set_num_threads(1)

@@ -227,12 +227,13 @@ def test_an_unfinished_creation_is_no_store_and_may_be_replaced(tmp_path: Path, 
     assert store_files.metadata(path, "table")["shape"] == [5000, 7]
 
 
+@pytest.mark.parametrize("stem", ["zarr", "zarr.json"])
 def test_an_unfinished_creation_with_a_half_written_file_of_zarr_is_replaced(
-    tmp_path: Path,
+    tmp_path: Path, stem: str
 ) -> None:
     path = tmp_path / "t.zarr"
     _unfinished(path, 99)
-    partial = "zarr.json.0f8fad5bd9cb469fa16570867728950e.partial"
+    partial = f"{stem}.0f8fad5bd9cb469fa16570867728950e.partial"
     (path / "table" / partial).write_text("{")
     (path / "log" / "0" / partial).write_text("{")
     with make(path):

@@ -1,0 +1,219 @@
+"""Merges a sealed log into the table's chunk files, in threads of its own.
+
+Knows files and the log, which nobody changes any more; never touches cache, maps or manifest.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from collections import deque
+from collections.abc import Container, Iterator
+
+import numpy as np
+
+from . import durable
+from .errors import CorruptStoreError, StoreError
+from .log import RecordLog
+from .merge import NewestRecords
+from .store import Store
+
+# While one thread waits for the disk to read or to sync, another one applies or writes.
+_THREADS = 4
+_CHUNKS_BYTES = 256 << 20
+# A file that was replaced keeps its space on the disk, and a descriptor, until the table has mapped
+# the new one.
+_UNSETTLED = 16
+
+
+class Worker(threading.Thread):
+    """A thread of a merge."""
+
+
+class Merge:
+    """A sealed log's way into the chunk files, in a few threads.
+
+    Each takes the next chunk, in row order, and does all of it: reads the file whole, puts the
+    newest sealed records in, writes it aside, syncs and renames it. What is finished waits to be
+    settled by the thread that has the table, which maps the new file. The old one is held open here
+    until then: letting go of a file that has no name any more is the deletion of its pages and
+    blocks, and takes far longer than the mapping.
+
+    Args:
+        store: the store.
+        log: its sealed log.
+        known_crc32: checksums of those chunk files whose content is known; kept right.
+        merged: chunks that have the log's records already.
+
+    Attributes:
+        finished: ``(index, crc32)`` of chunks that wait to be settled.
+        stopping: it ends early.
+        failure: what made it end early, or None.
+        began: when, by ``time.perf_counter``.
+    """
+
+    def __init__(
+        self, store: Store, log: RecordLog, known_crc32: dict[int, int], merged: Container[int]
+    ) -> None:
+        self.finished: deque[tuple[int, int]] = deque()
+        self.stopping = False
+        self.failure: BaseException | None = None
+        self.began = time.perf_counter()
+        self._store = store
+        self._log = log
+        self._known_crc32 = known_crc32
+        self._merged = merged
+        self._existing = store.manifest.checksums
+        self._changed = threading.Condition()
+        self._planning = threading.Lock()
+        self._newest: NewestRecords | None = None
+        self._todo: deque[int] = deque()
+        self._replaced: dict[int, int] = {}
+        self._unneeded: deque[int] = deque()
+        self._left: int | None = None
+        count = min(_THREADS, max(_CHUNKS_BYTES // store.layout.chunk_bytes, 1))
+        self._running = count
+        # Not an executor's: those are waited for before a table is closed at exit.
+        self._workers: list[Worker] = []
+        try:
+            for _ in range(count):
+                worker = Worker(target=self._run, daemon=True)
+                worker.start()
+                self._workers.append(worker)
+        except RuntimeError:  # the system has no more threads; two merges must never run
+            self.stop()
+            raise
+
+    # For the thread that has the table
+
+    @property
+    def complete(self) -> bool:
+        """Whether every chunk was merged and settled, if `failure` is None."""
+        return self._left == 0
+
+    @property
+    def left(self) -> int | None:
+        """How many chunks are not settled; waits until that is known, None if it never is."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._left is not None or not self._running)
+            return self._left
+
+    def settled(self) -> None:
+        """The first of the finished chunks is in use."""
+        with self._changed:
+            index, _ = self.finished.popleft()
+            self._left = (self._left or 0) - 1
+            if index in self._replaced:
+                self._unneeded.append(self._replaced.pop(index))
+            self._changed.notify_all()
+
+    def wait(self) -> Iterator[None]:
+        """Yield for each chunk, once it can be settled, until there will be no more."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self.finished or self._left == 0 or not self._running
+                )
+            if not self.finished:
+                return
+            yield
+
+    def fail(self, error: BaseException) -> None:
+        """End early; what was finished can be settled all the same."""
+        with self._changed:
+            self.failure = self.failure or error
+            self.stopping = True
+            self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Wait for the chunks that are in flight, and begin no others."""
+        with self._changed:
+            self.stopping = True
+            self._changed.notify_all()
+        for worker in self._workers:
+            worker.join()
+
+    def close(self) -> None:
+        """Let go of the files that were replaced, once `stop` has returned."""
+        for fd in (*self._unneeded, *self._replaced.values()):
+            os.close(fd)
+        self._unneeded.clear()
+        self._replaced.clear()
+
+    # In the threads
+
+    def _run(self) -> None:
+        try:
+            self._merge_chunks()
+        except (OSError, StoreError, MemoryError) as error:
+            self.fail(error)
+        except BaseException as error:
+            self.fail(error)
+            raise
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._changed.notify_all()
+
+    def _merge_chunks(self) -> None:
+        layout = self._store.layout
+        with self._planning:
+            newest = self._plan()
+        buffer = durable.page_aligned(layout.chunk_bytes)
+        while (index := self._next()) is not None:
+            crc = self._merge_chunk(index, newest, buffer)
+            with self._changed:
+                self.finished.append((index, crc))
+                self._changed.notify_all()
+
+    def _plan(self) -> NewestRecords:
+        if self._newest is None:
+            layout = self._store.layout
+            newest = NewestRecords(self._log, layout.chunk_rows, layout.num_chunks)
+            todo = [index for index in newest.chunks() if index not in self._merged]
+            with self._changed:
+                self._newest, self._todo, self._left = newest, deque(todo), len(todo)
+                self._changed.notify_all()
+        return self._newest
+
+    def _next(self) -> int | None:
+        """Wait for a chunk to merge, and let go of files meanwhile; None when the merge is over."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(self._has_work)
+                if not self._unneeded:
+                    return None if self.stopping or not self._left else self._todo.popleft()
+                fd = self._unneeded.popleft()
+            os.close(fd)
+
+    def _has_work(self) -> bool:
+        if self.stopping or self._unneeded or not self._left:
+            return True
+        return bool(self._todo) and len(self.finished) < _UNSETTLED
+
+    def _merge_chunk(self, index: int, newest: NewestRecords, buffer: np.ndarray) -> int:
+        layout = self._store.layout
+        if index in self._existing:
+            self._read_known(index, buffer)
+            self._replaced[index] = os.open(self._store.chunk_path(index), os.O_RDONLY)
+        else:
+            buffer[:] = 0
+        chunk = buffer.view(layout.dtype).reshape(layout.chunk_rows, layout.width)
+        rows, positions = newest.of_chunk(index)
+        self._log.copy(positions, chunk, rows)
+        # Until the write has returned, the file may have either content.
+        self._known_crc32.pop(index, None)
+        crc = self._known_crc32[index] = self._store.write_chunk(index, chunk)
+        return crc
+
+    def _read_known(self, index: int, buffer: np.ndarray) -> None:
+        """Read a chunk to go on with, and see that nobody else has changed it."""
+        self._store.read_chunk(index, buffer)
+        expected = self._known_crc32.get(index)
+        if expected is not None and (found := zlib.crc32(buffer.data)) != expected:
+            raise CorruptStoreError(
+                f"{self._store.chunk_path(index)} was changed or damaged: it has the checksum "
+                f"{found:#010x}, {expected:#010x} was written. Nothing is merged into it"
+            )
