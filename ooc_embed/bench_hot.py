@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .cache import SLOT_BYTES
+from .cgroups import usable_memory
 from .disk_rates import data_files
 from .embedding import DiskEmbedding
 from .figures import Figures
-from .memory import usable_memory
 from .references import FbgemmTable, MemmapTable, RamTable, train_step
 from .workloads import DISTRIBUTIONS, RepeatedRows, batches, record_bytes
 

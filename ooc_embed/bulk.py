@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import durable
 from .manifest import Layout
+from .memory import page_aligned
 from .progress import progress
 
 
@@ -41,7 +41,7 @@ def chunks(source: Any, layout: Layout, weight: slice, version: slice) -> Iterat
         layout: the table's.
         weight, version: columns of these fields.
     """
-    buffer = durable.page_aligned(layout.chunk_bytes)
+    buffer = page_aligned(layout.chunk_bytes)
     chunk = buffer.view(layout.dtype).reshape(layout.chunk_rows, layout.width)
     starts = range(0, layout.num_embeddings, layout.chunk_rows)
     for start in progress(starts, "importing rows", "chunk"):

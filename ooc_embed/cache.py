@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 import torch
 
-from .memory import huge_zeros, usable_memory
+from .cgroups import usable_memory
+from .memory import huge_zeros
 
 # Beside its record a slot has: row (8 bytes), home (8), used (4), free (4), dirty (1).
 SLOT_BYTES = 25

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import platform
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .memory import page_aligned
 
 READ, WRITE = 0, 1  # IOCB_CMD_PREAD, IOCB_CMD_PWRITE
 
@@ -56,8 +57,7 @@ class DirectQueue:
         self._libc = ctypes.CDLL(None, use_errno=True)
         self._context = ctypes.c_ulong(0)
         self._call(self._setup, ctypes.c_int(depth), ctypes.byref(self._context))
-        # Anonymous mappings begin at a page, which O_DIRECT asks of its buffers.
-        self._memory = np.frombuffer(mmap.mmap(-1, depth * block_bytes), dtype=np.uint8)
+        self._memory = page_aligned(depth * block_bytes)
         self.buffer = self._memory.reshape(depth, block_bytes)
         self._iocbs = np.zeros(depth, dtype=_IOCB)
         self._iocbs["data"] = np.arange(depth)

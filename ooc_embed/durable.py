@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import mmap
 import os
 import shutil
 import socket
@@ -26,11 +25,6 @@ from .errors import LockedError
 PAGE = 4096
 TEMPORARY = ".tmp"
 _FALLBACK_BLOCK = 1 << 20
-
-
-def page_aligned(nbytes: int) -> np.ndarray:
-    """A zeroed ``(nbytes,) uint8`` buffer that starts on a page, as O_DIRECT wants it."""
-    return np.frombuffer(mmap.mmap(-1, max(nbytes, PAGE)), dtype=np.uint8)[:nbytes]
 
 
 def free_bytes(path: Path) -> int:
@@ -126,7 +120,7 @@ def temporary_for(path: Path) -> Path:
 def write_file(path: Path, buffer: np.ndarray) -> None:
     """Write a whole immutable file aside, sync it and rename it to ``path``.
 
-    ``buffer`` is ``(n,) uint8`` from `page_aligned`. The caller syncs the folder.
+    ``buffer`` is ``(n,) uint8`` from `memory.page_aligned`. The caller syncs the folder.
     """
     temporary = temporary_for(path)
     remove(temporary)
@@ -147,7 +141,7 @@ def write_file(path: Path, buffer: np.ndarray) -> None:
 def read_file(path: Path, buffer: np.ndarray) -> int:
     """Fill ``buffer``, ``(n,) uint8``, from a file, past the page cache where that goes.
 
-    That asks for whole pages, as those of `page_aligned` are.
+    That asks for whole pages, as those of `memory.page_aligned` are.
 
     Returns:
         How many bytes were read: fewer than n where the file is shorter.

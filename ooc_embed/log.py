@@ -19,6 +19,7 @@ from . import durable
 from .behind import Behind
 from .errors import CorruptStoreError, StoreError
 from .mapped import MappedRows
+from .memory import page_aligned
 
 # Large runs go past the page cache. They begin and end on whole pages, which 1024 records always
 # are; from this length on the positions skipped for it are an eighth of a run at most.
@@ -161,7 +162,7 @@ class RecordLog:
         row_bytes = self.shape.width * self.shape.dtype.itemsize
         size = min(self._block, -(-count // ALIGNMENT) * ALIGNMENT) * row_bytes
         if len(self._buffers[0]) < size:
-            self._buffers = [durable.page_aligned(size) for _ in range(_BUFFERS)]
+            self._buffers = [page_aligned(size) for _ in range(_BUFFERS)]
         with Behind(_BUFFERS - 1) as behind:
             for start in range(0, count, self._block):
                 stop = min(start + self._block, count)

@@ -7,21 +7,23 @@ import functools
 import mmap
 import os
 import resource
-import weakref
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from .errors import CorruptStoreError
+from .memory import (
+    MADV_RANDOM,
+    MADV_WILLNEED,
+    MAP_FIXED,
+    MAP_NORESERVE,
+    PAGE,
+    Span,
+    libc,
+    map_memory,
+)
 
-_PAGE = mmap.PAGESIZE
-_MAP_FIXED = 0x10
-_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
-_MAP_FAILED = ctypes.c_void_p(-1).value
-_MADV_RANDOM = 1
-_MADV_WILLNEED = 3
-_MADV_DONTFORK = 10
 _SYS_PROCESS_MADVISE = 440
 _RANGES_PER_CALL = 1024
 # Of a longer range the kernel may read no more ahead than this, its smallest usual limit.
@@ -34,54 +36,6 @@ _IDLE_ANNOUNCEMENTS = 8
 _PROBED_GATHERS = 64
 # A thread that announces ahead makes reads of its own meanwhile, and they say nothing here.
 _WHO = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [
-    ctypes.c_void_p,
-    ctypes.c_size_t,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_int,
-    ctypes.c_long,
-]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.syscall.restype = ctypes.c_long
-
-
-class _Span:
-    """A reserved range of virtual memory that is unmapped when its last view is gone."""
-
-    def __init__(self, nbytes: int, shape: tuple[int, int], dtype: np.dtype) -> None:
-        self.nbytes = nbytes
-        self.address = _map(0, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-        # Not marked read-only, though it is: torch warns about read-only arrays, and the tensor
-        # never leaves this package.
-        self.__array_interface__ = {
-            "shape": shape,
-            "typestr": dtype.str,
-            "data": (self.address, False),
-            "version": 3,
-        }
-        # At exit other views may still be read; the kernel unmaps then.
-        weakref.finalize(self, _unmap, self.address, nbytes, os.getpid()).atexit = False
-
-
-def _map(address: int, nbytes: int, flags: int, fd: int) -> int:
-    result = _libc.mmap(address, nbytes, mmap.PROT_READ, flags, fd, 0)
-    if result == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, f"mmap of {nbytes:,} bytes: {os.strerror(code)}")
-    _libc.madvise(result, nbytes, _MADV_RANDOM)
-    _libc.madvise(result, nbytes, _MADV_DONTFORK)
-    return int(result)
-
-
-def _unmap(address: int, nbytes: int, pid: int) -> None:
-    # A forked child has no such mapping: what is there now is something else of its own.
-    if os.getpid() == pid:
-        _libc.munmap(address, nbytes)
 
 
 class MappedRows:
@@ -104,10 +58,12 @@ class MappedRows:
         self._rows_per_file = rows_per_file
         self.row_bytes = width * dtype.itemsize
         self._file_bytes = rows_per_file * self.row_bytes
-        if self._file_bytes % _PAGE:
+        if self._file_bytes % PAGE:
             raise ValueError(f"{rows_per_file} rows of {self.row_bytes} bytes are no whole pages")
-        self._span = _Span(num_files * self._file_bytes, (num_files * rows_per_file, width), dtype)
-        self._tensor = torch.from_numpy(np.asarray(self._span))
+        self._span = Span(num_files * self._file_bytes, writable=False)
+        libc.madvise(self._span.address, self._span.nbytes, MADV_RANDOM)
+        rows = np.asarray(self._span).view(dtype).reshape(num_files * rows_per_file, width)
+        self._tensor = torch.from_numpy(rows)
         self._present = np.zeros(num_files, dtype=bool)
         self._idle = 0
 
@@ -137,15 +93,16 @@ class MappedRows:
                 # Reading a page behind the end of a mapped file kills the process (SIGBUS).
                 raise CorruptStoreError(f"{path} has {size:,} bytes, {self._file_bytes:,} expected")
             address = self._span.address + index * self._file_bytes
-            _map(address, self._file_bytes, mmap.MAP_SHARED | _MAP_FIXED, fd)
+            map_memory(address, self._file_bytes, mmap.MAP_SHARED | MAP_FIXED, fd)
+            libc.madvise(address, self._file_bytes, MADV_RANDOM)
         finally:
             os.close(fd)
         self._present[index] = True
 
     def unmap_all(self) -> None:
         """Let every file read as zeros again."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE | _MAP_FIXED
-        _map(self._span.address, self._span.nbytes, flags, -1)
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED
+        map_memory(self._span.address, self._span.nbytes, flags, -1)
         self._present[:] = False
 
     def gather(self, rows: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -202,8 +159,8 @@ class MappedRows:
         span = getattr(self, "_span", None)
         if span is None:
             return
-        first = starts * self.row_bytes // _PAGE
-        last = -(-stops * self.row_bytes // _PAGE)
+        first = starts * self.row_bytes // PAGE
+        last = -(-stops * self.row_bytes // PAGE)
         apart = first[1:] > last[:-1]
         first = first[np.concatenate(([True], apart))[: len(first)]]
         last = last[np.concatenate((apart, [True]))[: len(last)]]
@@ -212,8 +169,8 @@ class MappedRows:
         begin = np.repeat(first, pieces) + number * _PAGES_PER_RANGE
         end = np.minimum(begin + _PAGES_PER_RANGE, np.repeat(last, pieces))
         ranges = np.empty((len(begin), 2), dtype=np.uint64)
-        ranges[:, 0] = span.address + begin * _PAGE
-        ranges[:, 1] = (end - begin) * _PAGE
+        ranges[:, 0] = span.address + begin * PAGE
+        ranges[:, 1] = (end - begin) * PAGE
         for start in range(0, len(ranges), _RANGES_PER_CALL):
             _advise(ranges[start : start + _RANGES_PER_CALL])
 
@@ -226,18 +183,18 @@ class MappedRows:
 def _advise(ranges: np.ndarray) -> None:
     """Announce ``(n, 2)`` ranges of address and length; it is advice, which may be ignored."""
     if announces_in_batches():
-        done = _libc.syscall(
+        done = libc.syscall(
             _SYS_PROCESS_MADVISE,
             _self_descriptor(os.getpid()),
             ctypes.c_void_p(ranges.ctypes.data),
             ctypes.c_size_t(len(ranges)),
-            _MADV_WILLNEED,
+            MADV_WILLNEED,
             0,
         )
         if done >= 0:
             return
     for address, nbytes in ranges.tolist():
-        _libc.madvise(address, nbytes, _MADV_WILLNEED)
+        libc.madvise(address, nbytes, MADV_WILLNEED)
 
 
 @functools.cache
@@ -245,7 +202,7 @@ def announces_in_batches() -> bool:
     """Whether the kernel takes many ranges in one call (``process_madvise``); old ones do not."""
     fd = _self_descriptor(os.getpid())
     none = ctypes.c_void_p(None)
-    return fd >= 0 and _libc.syscall(_SYS_PROCESS_MADVISE, fd, none, 0, _MADV_WILLNEED, 0) == 0
+    return fd >= 0 and libc.syscall(_SYS_PROCESS_MADVISE, fd, none, 0, MADV_WILLNEED, 0) == 0
 
 
 @functools.cache

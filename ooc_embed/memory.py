@@ -1,17 +1,103 @@
-"""Memory: how much a process may use, and large arrays on huge pages. Knows cgroups, not tables."""
+"""Ranges of virtual memory that end with their last view. Knows pages; knows no file or table."""
 
 from __future__ import annotations
 
+import ctypes
 import math
 import mmap
 import os
-from contextlib import suppress
-from pathlib import Path
+import weakref
 
 import numpy as np
 import torch
 
+PAGE = mmap.PAGESIZE
+MAP_FIXED = 0x10
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
+MADV_RANDOM = 1
+MADV_WILLNEED = 3
+_MADV_DONTFORK = 10
+_MADV_HUGEPAGE = 14
+_MAP_FAILED = ctypes.c_void_p(-1).value
 _HUGE_PAGE = 2 << 20
+
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = ctypes.c_void_p
+libc.mmap.argtypes = [
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+]
+libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.syscall.restype = ctypes.c_long
+
+
+class Span:
+    """A range of anonymous memory that is unmapped when its last view is gone.
+
+    A forked child does not have it: the disk may be writing to it when a DataLoader forks, and what
+    is copied on the next write to it would be lost to one of the two.
+
+    Args:
+        nbytes: its size.
+        writable: else it reads as zeros, until files are mapped over parts of it.
+
+    Attributes:
+        address, nbytes: where it is.
+    """
+
+    def __init__(self, nbytes: int, *, writable: bool) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        self.nbytes = nbytes
+        self.address = map_memory(0, nbytes, flags, -1, writable=writable)
+        # At exit other views may still be read; the kernel unmaps then.
+        weakref.finalize(self, _unmap, self.address, nbytes, os.getpid()).atexit = False
+        # Not marked read-only where it is: torch warns of such arrays, and none leaves the package.
+        self.__array_interface__ = {
+            "shape": (nbytes,),
+            "typestr": "|u1",
+            "data": (self.address, False),
+            "version": 3,
+        }
+
+
+def map_memory(address: int, nbytes: int, flags: int, fd: int, *, writable: bool = False) -> int:
+    """``mmap``, kept from forked children; returns the address.
+
+    Raises:
+        OSError: the system has no room for it.
+    """
+    protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    result = libc.mmap(address, nbytes, protection, flags, fd, 0)
+    if result == _MAP_FAILED:
+        code = ctypes.get_errno()
+        raise OSError(code, f"mmap of {nbytes:,} bytes: {os.strerror(code)}")
+    libc.madvise(result, nbytes, _MADV_DONTFORK)
+    return int(result)
+
+
+def _unmap(address: int, nbytes: int, pid: int) -> None:
+    # A forked child has no such mapping: what is there now is something else of its own.
+    if os.getpid() == pid:
+        libc.munmap(address, nbytes)
+
+
+def page_aligned(nbytes: int) -> np.ndarray:
+    """A zeroed ``(nbytes,) uint8`` buffer that starts on a page, as O_DIRECT wants it.
+
+    Larger ones lie on transparent huge pages, where the system has them: then a request to the disk
+    is a few long pieces of memory instead of a thousand, and goes through in one.
+    """
+    span = Span(nbytes + (_HUGE_PAGE if nbytes >= _HUGE_PAGE else PAGE), writable=True)
+    start = 0
+    if nbytes >= _HUGE_PAGE:
+        start = -span.address % _HUGE_PAGE
+        libc.madvise(span.address, span.nbytes, _MADV_HUGEPAGE)
+    return np.asarray(span)[start : start + nbytes]
 
 
 def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -21,48 +107,5 @@ def huge_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     a gather goes into these walks: 2.6 ms for 16 k rows of 512 bytes out of 1.5 GB on pages of
     4 KiB, 1.1 ms on huge ones. Memory is taken as it is first written.
     """
-    nbytes = math.prod(shape) * dtype.itemsize
-    if nbytes < _HUGE_PAGE:
-        return torch.zeros(shape, dtype=dtype, device="cpu")
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=flags)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, dtype=np.uint8)
-    start = -whole.ctypes.data % _HUGE_PAGE
-    return torch.from_numpy(whole[start : start + nbytes]).view(dtype).view(shape)
-
-
-def usable_memory() -> int:
-    """Bytes of memory that this process may use: the machine's, or its cgroups' limit."""
-    limits = [_machine_memory()]
-    for line in _lines(Path("/proc/self/cgroup")):
-        _, controllers, group = line.split(":", 2)
-        if controllers == "":
-            limits += _limits(Path("/sys/fs/cgroup"), group, "memory.max")
-        elif "memory" in controllers.split(","):
-            limits += _limits(Path("/sys/fs/cgroup/memory"), group, "memory.limit_in_bytes")
-    return min(limits)
-
-
-def _machine_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _limits(root: Path, group: str, name: str) -> list[int]:
-    """The limits of a cgroup and of those above it."""
-    folder = root / group.lstrip("/")
-    found = []
-    for path in (folder, *folder.parents):
-        if not path.is_relative_to(root):
-            break
-        found += [int(line) for line in _lines(path / name) if line.isdigit()]
-    return found
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []
+    memory = page_aligned(math.prod(shape) * dtype.itemsize)
+    return torch.from_numpy(memory).view(dtype).view(shape)

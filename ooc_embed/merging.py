@@ -14,9 +14,9 @@ from collections.abc import Container, Iterator
 
 import numpy as np
 
-from . import durable
 from .errors import CorruptStoreError, StoreError
 from .log import RecordLog
+from .memory import page_aligned
 from .merge import NewestRecords
 from .store import Store
 
@@ -161,7 +161,7 @@ class Merge:
         layout = self._store.layout
         with self._planning:
             newest = self._plan()
-        buffer = durable.page_aligned(layout.chunk_bytes)
+        buffer = page_aligned(layout.chunk_bytes)
         while (index := self._next()) is not None:
             crc = self._merge_chunk(index, newest, buffer)
             with self._changed:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from ooc_embed import CorruptStoreError, DiskEmbedding, durable, mapped
+from ooc_embed import CorruptStoreError, DiskEmbedding, durable, mapped, memory
 from ooc_embed.mapped import MappedRows
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -261,8 +261,8 @@ def asked_again() -> Iterator[None]:
 def test_where_process_madvise_is_refused_madvise_announces_and_rows_are_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    libc = FakeLibc(mapped._libc, refuse_process_madvise(code))
-    monkeypatch.setattr(mapped, "_libc", libc)
+    libc = FakeLibc(mapped.libc, refuse_process_madvise(code))
+    monkeypatch.setattr(mapped, "libc", libc)
     rows = mapped_folder(tmp_path)
     index = some_rows(5).unique()
     got = rows.gather(index)
@@ -291,8 +291,8 @@ def test_where_the_kernel_takes_many_ranges_no_range_is_announced_on_its_own(
 ) -> None:
     if not mapped.announces_in_batches():
         pytest.skip("this kernel has no process_madvise, or forbids it here")
-    libc = FakeLibc(mapped._libc, mapped._libc.syscall)
-    monkeypatch.setattr(mapped, "_libc", libc)
+    libc = FakeLibc(mapped.libc, mapped.libc.syscall)
+    monkeypatch.setattr(mapped, "libc", libc)
     rows = mapped_folder(tmp_path)
     index = torch.arange(0, FILES * ROWS, 2)
     np.testing.assert_array_equal(rows.gather(index).numpy(), by_numpy(tmp_path)[index.numpy()])
@@ -404,7 +404,7 @@ def test_appends_beside_a_live_mapping_of_the_reserved_file_read_back_right(
         block = rng.standard_normal((run, width)).astype(FLOAT)
         begin = number * run
         want[begin : begin + run] = block
-        buffer = durable.page_aligned(block.nbytes)
+        buffer = memory.page_aligned(block.nbytes)
         buffer[:] = block.view(np.uint8).ravel()
         file.write(begin * width * 4, buffer, direct=direct)
         np.testing.assert_array_equal(rows.gather(everything).numpy(), want)

@@ -26,6 +26,7 @@ LAYERS = (
         "interrupts",
         "ids",
         "memory",
+        "cgroups",
         "stats",
         "progress",
     ),
