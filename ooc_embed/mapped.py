@@ -180,6 +180,25 @@ class MappedRows:
             del self._tensor, self._span
 
 
+class HeldFile:
+    """Keeps a file's content though its name goes, without a descriptor; not in a forked child.
+
+    Args:
+        path: the file, of a page or more.
+    """
+
+    def __init__(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            self._address = map_memory(0, PAGE, mmap.MAP_SHARED, fd)
+        finally:
+            os.close(fd)
+
+    def close(self) -> None:
+        """Let it go, once; the last one to do so waits until the file is deleted."""
+        libc.munmap(self._address, PAGE)
+
+
 def _advise(ranges: np.ndarray) -> None:
     """Announce ``(n, 2)`` ranges of address and length; it is advice, which may be ignored."""
     if announces_in_batches():

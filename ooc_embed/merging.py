@@ -5,7 +5,6 @@ Knows files and the log, which nobody changes any more; never touches cache, map
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import zlib
@@ -16,6 +15,7 @@ import numpy as np
 
 from .errors import CorruptStoreError, StoreError
 from .log import RecordLog
+from .mapped import HeldFile
 from .memory import page_aligned
 from .merge import NewestRecords
 from .store import Store
@@ -23,8 +23,7 @@ from .store import Store
 # While one thread waits for the disk to read or to sync, another one applies or writes.
 _THREADS = 4
 _CHUNKS_BYTES = 256 << 20
-# A file that was replaced keeps its space on the disk, and a descriptor, until the table has mapped
-# the new one.
+# A file that was replaced keeps its space on the disk until the table has mapped the new one.
 _UNSETTLED = 16
 
 
@@ -37,9 +36,9 @@ class Merge:
 
     Each takes the next chunk, in row order, and does all of it: reads the file whole, puts the
     newest sealed records in, writes it aside, syncs and renames it. What is finished waits to be
-    settled by the thread that has the table, which maps the new file. The old one is held open here
-    until then: letting go of a file that has no name any more is the deletion of its pages and
-    blocks, and takes far longer than the mapping.
+    settled by the thread that has the table, which maps the new file. The old one is held here
+    until then, and let go of in these threads: that deletes its pages and blocks, which takes far
+    longer than the mapping.
 
     Args:
         store: the store.
@@ -70,8 +69,8 @@ class Merge:
         self._planning = threading.Lock()
         self._newest: NewestRecords | None = None
         self._todo: deque[int] = deque()
-        self._replaced: dict[int, int] = {}
-        self._unneeded: deque[int] = deque()
+        self._replaced: dict[int, HeldFile] = {}
+        self._unneeded: deque[HeldFile] = deque()
         self._left: int | None = None
         count = min(_THREADS, max(_CHUNKS_BYTES // store.layout.chunk_bytes, 1))
         self._running = count
@@ -137,8 +136,8 @@ class Merge:
 
     def close(self) -> None:
         """Let go of the files that were replaced, once `stop` has returned."""
-        for fd in (*self._unneeded, *self._replaced.values()):
-            os.close(fd)
+        for file in (*self._unneeded, *self._replaced.values()):
+            file.close()
         self._unneeded.clear()
         self._replaced.clear()
 
@@ -185,8 +184,8 @@ class Merge:
                 self._changed.wait_for(self._has_work)
                 if not self._unneeded:
                     return None if self.stopping or not self._left else self._todo.popleft()
-                fd = self._unneeded.popleft()
-            os.close(fd)
+                file = self._unneeded.popleft()
+            file.close()
 
     def _has_work(self) -> bool:
         if self.stopping or self._unneeded or not self._left:
@@ -197,7 +196,7 @@ class Merge:
         layout = self._store.layout
         if index in self._existing:
             self._read_known(index, buffer)
-            self._replaced[index] = os.open(self._store.chunk_path(index), os.O_RDONLY)
+            self._replaced[index] = HeldFile(self._store.chunk_path(index))
         else:
             buffer[:] = 0
         chunk = buffer.view(layout.dtype).reshape(layout.chunk_rows, layout.width)

@@ -142,6 +142,19 @@ def test_what_was_gathered_is_a_copy(tmp_path: Path) -> None:
 
 
 @linux
+def test_a_held_file_is_kept_until_it_is_let_go_of_and_takes_no_descriptor(tmp_path: Path) -> None:
+    path = write_chunk(tmp_path, 0)
+    before = len(os.listdir("/proc/self/fd"))
+    held = mapped.HeldFile(path)
+    path.unlink()
+    (line,) = maps_of(path)
+    assert line.endswith("(deleted)")
+    assert len(os.listdir("/proc/self/fd")) == before
+    held.close()
+    assert maps_of(path) == []
+
+
+@linux
 def test_a_view_outlives_its_owner_and_then_lets_the_memory_go(tmp_path: Path) -> None:
     rows = mapped_folder(tmp_path)
     want = by_numpy(tmp_path)

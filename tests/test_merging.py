@@ -7,6 +7,8 @@ import gc
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -450,6 +452,50 @@ def test_a_finalizer_that_the_collector_runs_in_a_thread_of_the_merge_closes_the
     pair.emb = DiskEmbedding.open(pair.path)
     pair.train()
     pair.finish()
+
+
+AT_EXIT = """
+import sys, threading, torch, ooc_embed
+from ooc_embed.merging import Merge
+from ooc_embed.store import Store
+
+stopped = threading.Event()
+real_stop, real_write = Merge.stop, Store.write_chunk
+
+def stop(self):
+    self.stopping = True
+    stopped.set()
+    real_stop(self)
+
+def write_chunk(self, index, chunk):
+    assert stopped.wait(60)
+    return real_write(self, index, chunk)
+
+Merge.stop, Store.write_chunk = stop, write_chunk
+emb = ooc_embed.DiskEmbedding(6000, 4, path=sys.argv[1], init="zeros", chunk_rows=1024)
+emb(torch.arange(6000)).sum().backward()
+emb.commit()
+emb(torch.arange(10)).sum().backward()
+"""
+
+
+def test_an_interpreter_that_ends_while_a_merge_runs_commits_and_stops_it(tmp_path: Path) -> None:
+    path = tmp_path / "t.zarr"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", AT_EXIT, str(path)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        timeout=100,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sealed(path)
+    assert len(store_files.chunk_files(path)) == 4
+    with DiskEmbedding.open(path) as emb:
+        assert emb.step == 2
+        emb.flush()
+    version = store_files.read_by_hand(path, "table")[:, -1]
+    np.testing.assert_array_equal(version, np.where(np.arange(6000) < 10, 2, 1))
 
 
 # Failing
