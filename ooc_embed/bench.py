@@ -104,7 +104,11 @@ _LARGE = ("--rows", "10000000", "--cache-fraction", "0.1", "--batch", "16384")
 _ALL = (
     ("hot",),
     ("hot", *_LARGE, "--distributions", "zipf"),
-    *(("cold",), ("commit",), ("merge",), ("lookahead",), ("growth",)),
+    ("cold",),
+    ("commit",),
+    ("merge",),
+    ("lookahead",),
+    ("growth",),
 )
 _ALL_QUICK = (("hot",), ("hot", "--cache-fraction", "0.1"), *_ALL[2:])
 

@@ -152,8 +152,10 @@ def _stepped_by_torch(table: DiskEmbedding) -> Step:
 
     def step(ids: Tensor, target: Tensor) -> None:
         update._fused = None
-        train_step(table, ids, target)
-        update._fused = compiled
+        try:
+            train_step(table, ids, target)
+        finally:
+            update._fused = compiled
 
     return step
 

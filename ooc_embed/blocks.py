@@ -8,6 +8,7 @@ depend on the block, the cache or the batch that a row came in.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,21 +36,32 @@ class BlockUpdate:
         self._fused = _fused_step(rule)
         self._spans = {name: span for name, span in spans.items() if name != "version"}
         self._version = spans["version"].start
-        step = _PADDING_BYTES // dtype.itemsize
-        self._whole = {
-            name: torch.zeros(
-                BLOCK_ROWS, -(-(span.stop - span.start) // step) * step, dtype=dtype, device="cpu"
-            )
-            for name, span in [*self._spans.items(), ("grad", spans["weight"])]
-        }
         widths = {name: span.stop - span.start for name, span in self._spans.items()}
-        widths["grad"] = widths["weight"]
-        self._parts = {name: buffer[:, : widths[name]] for name, buffer in self._whole.items()}
+        self._widths = {**widths, "grad": widths["weight"]}
+        self._dtype = dtype
 
     @property
     def kernel(self) -> str:
-        """What steps the records: ``"numba"`` or ``"torch"``."""
-        return "torch" if self._fused is None else "numba"
+        """What steps the records: ``"numba"``, ``"numba, one thread"`` or ``"torch"``."""
+        if self._fused is None:
+            return "torch"
+        from .fused import shares_threads
+
+        return "numba" if shares_threads() else "numba, one thread"
+
+    @cached_property
+    def _whole(self) -> dict[str, torch.Tensor]:
+        """A buffer for each field of a block, its rows padded."""
+        step = _PADDING_BYTES // self._dtype.itemsize
+        return {
+            name: torch.zeros(BLOCK_ROWS, -(-width // step) * step, dtype=self._dtype, device="cpu")
+            for name, width in self._widths.items()
+        }
+
+    @cached_property
+    def _parts(self) -> dict[str, torch.Tensor]:
+        """The buffers without their padding."""
+        return {name: buffer[:, : self._widths[name]] for name, buffer in self._whole.items()}
 
     def step(
         self,

@@ -47,4 +47,8 @@ def close_dropped(table: Table, optimizer: TableOptimizer) -> None:
     except (TypeError, ValueError) as error:
         warnings.warn(f"{table.store.path}: {error}; the last ones stay", stacklevel=2)
         param_groups = table.manifest.commit.param_groups
-    table.close(param_groups)
+    try:
+        table.close(param_groups)
+    except (OSError, StoreError):
+        table.close()  # nobody can try again, but the store can be opened again
+        raise

@@ -57,6 +57,7 @@ class DiskEmbedding(nn.Module):
         version: how often each row was written, a `RowView` of shape (num_embeddings,).
         optimizer: a ``torch.optim.Optimizer`` with live ``param_groups``, for schedulers.
         step: optimizer steps taken.
+        kernel: what steps the rows, ``"numba"`` (with the extra ``fast``) or ``"torch"``.
 
     Shape:
         - Input: ``(*)`` int32 or int64 ids, on any device.
@@ -266,7 +267,6 @@ class DiskEmbedding(nn.Module):
 
     @property
     def kernel(self) -> str:
-        """What steps the rows: ``"numba"``, with the extra ``fast``, or ``"torch"``."""
         return self._table.kernel
 
     def stats(self) -> Stats:
@@ -281,6 +281,8 @@ class DiskEmbedding(nn.Module):
 
         Raises:
             OSError: the disk is full, or failed. Nothing is lost: call again once there is room.
+                Where a merge in the background failed, a note says so: then this commit was made.
+            CorruptStoreError: that merge found a damaged chunk file.
             StoreError: the table is closed or read-only.
         """
         return self._table.commit(self.optimizer.kept_param_groups())

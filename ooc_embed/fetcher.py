@@ -47,8 +47,10 @@ class RowFetcher:
         Any thread may call it at any time: the map lives as long as the table, in one place; a row
         that has moved since is announced for nothing, or its lookup reads it.
         """
-        rows = rows[self._cache.find(rows) <= 0].unique()
-        self._storage.stored.announce(rows, self._cache.find(rows))
+        rows = rows.unique()
+        homes = self._cache.find(rows)
+        cold = homes <= 0
+        self._storage.stored.announce(rows[cold], homes[cold])
 
     def read(self, rows: torch.Tensor, span: slice, *, counted: bool = False) -> torch.Tensor:
         """Columns of rows in any order; neither cache nor disk change.
@@ -134,7 +136,11 @@ class RowFetcher:
             return
         self._storage.make_room(self._cache.slots)
         victims = self._cache.victims(missing)
-        self._storage.append_slots(victims[self._cache.dirty[victims]])
+        dirty = victims[self._cache.dirty[victims]]
+        self._storage.append_slots(dirty)
+        # They are the likeliest to be wanted next, and lie close together in the log, which was
+        # written past the page cache.
+        self._storage.stored.announce(self._cache.row[dirty], self._cache.home[dirty])
         with uninterrupted():
             self._cache.release(victims)
         self._counters.evictions += len(victims)

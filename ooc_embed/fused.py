@@ -32,6 +32,11 @@ _JOB = ("records", "slots", "grads", "scalars", "count", "num_slots", "dim", "ne
 _NEXT, _FRESH = 8 * _JOB.index("next"), 8 * _JOB.index("fresh")
 
 
+def shares_threads() -> bool:
+    """Whether steps run in all of torch's threads; else in the calling one alone."""
+    return _torchs_openmp is not None
+
+
 def fused_step(rule: Rule) -> FusedStep | None:
     """The compiled step of a rule whose records are ``[weight | fields | version]``, if any."""
     return _sparse_adam if type(rule) is SparseAdam else None
@@ -47,10 +52,15 @@ def _sparse_adam(
     beta1, beta2 = group["betas"]
     size = float(group["lr"]) * math.sqrt(1 - beta2**step) / (1 - beta1**step)
     sign = -1.0 if group["maximize"] else 1.0
+    dim = grads.shape[1]
+    if not (records.is_contiguous() and records.shape[1] == 3 * dim + 1):
+        raise ValueError(f"records of {dim} weights must be contiguous, got {records.stride()}")
+    if slots.dtype is not torch.int64 or grads.dtype is not records.dtype:
+        raise TypeError(f"slots are {slots.dtype}, gradients {grads.dtype} for {records.dtype}")
     scalars = torch.tensor([sign, 1 - beta1, 1 - beta2, size, group["eps"]], dtype=records.dtype)
     arrays = [records, slots.contiguous(), grads.contiguous(), scalars]
     addresses = [array.data_ptr() for array in arrays]
-    job = np.array([*addresses, len(slots), len(records), grads.shape[1], 0, 0], dtype=np.int64)
+    job = np.array([*addresses, len(slots), len(records), dim, 0, 0], dtype=np.int64)
     _in_torchs_threads(_KERNELS[records.dtype], job)
     return int(job[_JOB.index("fresh")])
 
@@ -78,7 +88,7 @@ def _find_torchs_openmp() -> Any:
         return None
 
 
-_torchs_openmp = _find_torchs_openmp() if torch.backends.openmp.is_available() else None
+_torchs_openmp: Any = _find_torchs_openmp() if torch.backends.openmp.is_available() else None
 _pid = os.getpid()
 
 

@@ -140,7 +140,8 @@ class MappedRows:
     def read(self, start: int, stop: int) -> torch.Tensor:
         """Copy the rows ``start`` to ``stop``, which are read ahead."""
         self._announce_spans(np.array([start]), np.array([stop]))
-        return self._tensor[start:stop].clone()
+        # By numpy, as in `copy`: threads of a merge read by this too.
+        return torch.from_numpy(np.array(self._tensor.numpy()[start:stop]))
 
     def announce(self, rows: torch.Tensor) -> None:
         """Ask the kernel to read the pages of ``rows`` ahead, all in one queue.
@@ -172,7 +173,7 @@ class MappedRows:
         ranges[:, 0] = span.address + begin * PAGE
         ranges[:, 1] = (end - begin) * PAGE
         for start in range(0, len(ranges), _RANGES_PER_CALL):
-            _advise(ranges[start : start + _RANGES_PER_CALL])
+            advise(ranges[start : start + _RANGES_PER_CALL])
 
     def close(self) -> None:
         """Drop the tensor; the memory is unmapped when the last view of it is gone."""
@@ -195,11 +196,14 @@ class HeldFile:
             os.close(fd)
 
     def close(self) -> None:
-        """Let it go, once; the last one to do so waits until the file is deleted."""
-        libc.munmap(self._address, PAGE)
+        """Let it go; the last one to do so waits until the file is deleted."""
+        # Taken away first: interrupted here, a second call must not unmap what lies there by then.
+        address, self._address = self._address, 0
+        if address:
+            libc.munmap(address, PAGE)
 
 
-def _advise(ranges: np.ndarray) -> None:
+def advise(ranges: np.ndarray) -> None:
     """Announce ``(n, 2)`` ranges of address and length; it is advice, which may be ignored."""
     if announces_in_batches():
         done = libc.syscall(

@@ -46,12 +46,17 @@ class Span:
         nbytes: its size.
         writable: else it reads as zeros, until files are mapped over parts of it.
 
+    Raises:
+        OSError: the system has no room for it.
+
     Attributes:
         address, nbytes: where it is.
     """
 
     def __init__(self, nbytes: int, *, writable: bool) -> None:
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        if not writable:  # more memory than there is must be refused here, not killed for later
+            flags |= MAP_NORESERVE
         self.nbytes = nbytes
         self.address = map_memory(0, nbytes, flags, -1, writable=writable)
         # At exit other views may still be read; the kernel unmaps then.

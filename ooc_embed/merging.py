@@ -1,6 +1,7 @@
 """Merges a sealed log into the table's chunk files, in threads of its own.
 
-Knows files and the log, which nobody changes any more; never touches cache, maps or manifest.
+Knows files and the log, which nobody changes any more; never touches the table's maps, its cache or
+its manifest.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
+from contextlib import suppress
 
 import numpy as np
 
 from .errors import CorruptStoreError, StoreError
+from .interrupts import uninterrupted
 from .log import RecordLog
 from .mapped import HeldFile
 from .memory import page_aligned
@@ -50,7 +53,7 @@ class Merge:
         finished: ``(index, crc32)`` of chunks that wait to be settled.
         stopping: it ends early.
         failure: what made it end early, or None.
-        began: when, by ``time.perf_counter``.
+        seconds: from its begin until the last chunk was settled.
     """
 
     def __init__(
@@ -59,7 +62,8 @@ class Merge:
         self.finished: deque[tuple[int, int]] = deque()
         self.stopping = False
         self.failure: BaseException | None = None
-        self.began = time.perf_counter()
+        self.seconds = 0.0
+        self._began = time.perf_counter()
         self._store = store
         self._log = log
         self._known_crc32 = known_crc32
@@ -72,18 +76,27 @@ class Merge:
         self._replaced: dict[int, HeldFile] = {}
         self._unneeded: deque[HeldFile] = deque()
         self._left: int | None = None
-        count = min(_THREADS, max(_CHUNKS_BYTES // store.layout.chunk_bytes, 1))
-        self._running = count
         # Not an executor's: those are waited for before a table is closed at exit.
         self._workers: list[Worker] = []
-        try:
+        self._running = 1  # until all are started
+        self._start()
+
+    def _start(self) -> None:
+        count = min(_THREADS, max(_CHUNKS_BYTES // self._store.layout.chunk_bytes, 1))
+        # There may be no more threads, and while the interpreter ends there are none.
+        with suppress(RuntimeError):
             for _ in range(count):
                 worker = Worker(target=self._run, daemon=True)
-                worker.start()
+                with self._changed:
+                    self._running += 1
+                try:
+                    worker.start()
+                except RuntimeError:
+                    self._ended()
+                    raise
                 self._workers.append(worker)
-        except RuntimeError:  # the system has no more threads; two merges must never run
-            self.stop()
-            raise
+        if self._workers:
+            self._ended()
 
     # For the thread that has the table
 
@@ -95,15 +108,16 @@ class Merge:
     @property
     def left(self) -> int | None:
         """How many chunks are not settled; waits until that is known, None if it never is."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._left is not None or not self._running)
-            return self._left
+        self._wait_for(lambda: self._left is not None or not self._running)
+        return self._left
 
     def settled(self) -> None:
         """The first of the finished chunks is in use."""
         with self._changed:
             index, _ = self.finished.popleft()
             self._left = (self._left or 0) - 1
+            if not self._left:
+                self.seconds = time.perf_counter() - self._began
             if index in self._replaced:
                 self._unneeded.append(self._replaced.pop(index))
             self._changed.notify_all()
@@ -111,13 +125,19 @@ class Merge:
     def wait(self) -> Iterator[None]:
         """Yield for each chunk, once it can be settled, until there will be no more."""
         while True:
-            with self._changed:
-                self._changed.wait_for(
-                    lambda: self.finished or self._left == 0 or not self._running
-                )
+            self._wait_for(lambda: self.finished or self._left == 0 or not self._running)
             if not self.finished:
                 return
             yield
+
+    def _wait_for(self, happened: Callable[[], object]) -> None:
+        """Wait, and let Ctrl-C through now and then: it must not leave the lock taken."""
+        if not self._workers and self._running:
+            self._run()  # there is no thread to wait for
+        done = False
+        while not done:
+            with uninterrupted(), self._changed:
+                done = bool(self._changed.wait_for(happened, timeout=0.1))
 
     def fail(self, error: BaseException) -> None:
         """End early; what was finished can be settled all the same."""
@@ -152,9 +172,12 @@ class Merge:
             self.fail(error)
             raise
         finally:
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
+            self._ended()
+
+    def _ended(self) -> None:
+        with self._changed:
+            self._running -= 1
+            self._changed.notify_all()
 
     def _merge_chunks(self) -> None:
         layout = self._store.layout
@@ -190,7 +213,7 @@ class Merge:
     def _has_work(self) -> bool:
         if self.stopping or self._unneeded or not self._left:
             return True
-        return bool(self._todo) and len(self.finished) < _UNSETTLED
+        return bool(self._todo) and (len(self.finished) < _UNSETTLED or not self._workers)
 
     def _merge_chunk(self, index: int, newest: NewestRecords, buffer: np.ndarray) -> int:
         layout = self._store.layout
@@ -202,8 +225,6 @@ class Merge:
         chunk = buffer.view(layout.dtype).reshape(layout.chunk_rows, layout.width)
         rows, positions = newest.of_chunk(index)
         self._log.copy(positions, chunk, rows)
-        # Until the write has returned, the file may have either content.
-        self._known_crc32.pop(index, None)
         crc = self._known_crc32[index] = self._store.write_chunk(index, chunk)
         return crc
 

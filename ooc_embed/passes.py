@@ -8,6 +8,7 @@ there is no flag to reset.
 from __future__ import annotations
 
 import sys
+import threading
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -23,6 +24,8 @@ from .optimizer import TableOptimizer
 from .table import Prepared, Table
 
 _passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+# Tables on several devices stage in a thread of each.
+_passes_lock = threading.Lock()
 
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -126,6 +129,7 @@ class Lookup(torch.autograd.Function):
         stage_gradient: StageGradient,
     ) -> torch.Tensor:
         unique, inverse, order, starts = sort_rows(ids)
+        counts = torch.diff(starts, append=starts.new_tensor([len(order)]))
         if _on_cpu(device):
             weights = fetch_weights(unique, inverse)
         else:
@@ -135,7 +139,7 @@ class Lookup(torch.autograd.Function):
         ctx.stage_gradient = stage_gradient
         ctx.forward_pass = current_pass()
         # Saved, not kept as attributes: a second backward is then torch's own error.
-        ctx.save_for_backward(unique, order, starts)
+        ctx.save_for_backward(unique, counts, order, starts)
         return weights
 
     @staticmethod
@@ -157,9 +161,8 @@ class Lookup(torch.autograd.Function):
                 "a lookup in reentrant activation checkpointing would step more than once in one "
                 "backward: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        unique, order, starts = ctx.saved_tensors
+        unique, counts, order, starts = ctx.saved_tensors
         sums = _to_cpu(segment_sum(grad.contiguous(), order, starts))
-        counts = torch.diff(starts, append=starts.new_tensor([len(order)])).to("cpu")
         ctx.stage_gradient(sums, unique, counts)
         return (None,) * 5
 
@@ -169,7 +172,7 @@ def _on_cpu(device: torch.device) -> bool:
 
 
 def _to_device(rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Send rows off; a CUDA device copies them itself out of pinned memory, and nobody waits."""
+    """Send rows off; a CUDA device fetches them itself out of pinned memory."""
     if device.type == "cuda":
         rows = rows.pin_memory()
     return rows.to(device, non_blocking=True)
@@ -185,17 +188,19 @@ def _to_cpu(sums: torch.Tensor) -> torch.Tensor:
 def stage(table: Table, optimizer: TableOptimizer, rows: torch.Tensor, grads: torch.Tensor) -> None:
     """Add a lookup's rows and gradients to the running pass."""
     number = current_pass()
-    running = _passes.get(number)
-    if running is None:
-        running = _passes[number] = Pass()
-        _at_the_end(running.finish)
-    staged = running.staged.setdefault(id(table), Staged(table, optimizer))
-    staged.blocks.append((rows, grads))
+    with _passes_lock:
+        running = _passes.get(number)
+        if running is None:
+            running = _passes[number] = Pass()
+            _at_the_end(running.finish)
+        staged = running.staged.setdefault(id(table), Staged(table, optimizer))
+        staged.blocks.append((rows, grads))
 
 
 def arm(table: Table) -> None:
     """Say that the running pass is a `.backward()` that reaches this table."""
-    running = _passes.get(current_pass())
+    with _passes_lock:
+        running = _passes.get(current_pass())
     if running is not None and id(table) in running.staged:
         running.staged[id(table)].armed = True
 

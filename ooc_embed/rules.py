@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -108,7 +108,7 @@ def from_json(value: Mapping[str, Any]) -> Rule:
 
 
 def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
-    """See that a param group holds values of the rule's kinds; lr may have become 0.
+    """See that a param group holds values of the rule's kinds and ranges; lr may have become 0.
 
     Raises:
         KeyError, TypeError, ValueError: it does not.
@@ -116,6 +116,7 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
     for key, example in to_json(rule).items():
         if key != "name":
             _check_kind(key, group[key], example)
+    replace(rule, **{key: group[key] for key in ("betas", "eps")})
 
 
 def _check_kind(key: str, value: Any, example: Any) -> None:

@@ -22,7 +22,7 @@ class Stats:
         commits: commits made; one that found no change is none.
         commit_seconds: time in them, without the merges that follow.
         merges, merge_seconds: merges finished, that of an unfinished one at open too, and their
-            time.
+            time until the table used the last chunk.
     """
 
     hits: int
@@ -71,10 +71,10 @@ class Counters:
         self.commits += 1
         self.commit_seconds += time.perf_counter() - begin
 
-    def merged(self, begin: float) -> None:
-        """A merge that began at ``begin`` by ``time.perf_counter`` is done."""
+    def merged(self, seconds: float) -> None:
+        """A merge that took so long is done."""
         self.merges += 1
-        self.merge_seconds += time.perf_counter() - begin
+        self.merge_seconds += seconds
 
     def now(self) -> Stats:
         return Stats(**asdict(self))

@@ -12,6 +12,7 @@ files: what they have finished is entered here, by whoever changes the table nex
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -122,6 +123,10 @@ class Storage:
 
         Slots of the cache may become dirty by it: choose those to append afterwards.
         """
+        self._ensure_room(count)
+        self.begin_merge()
+
+    def _ensure_room(self, count: int) -> None:
         self.check()
         log = self._active
         if log.suspect or log.end_after(count) > log.shape.capacity:
@@ -161,20 +166,23 @@ class Storage:
 
     # Committing
 
-    def commit(self, commit: Commit, *, flush: bool) -> None:
+    def commit(self, commit: Commit, *, flush: bool, closing: bool = False) -> None:
         """Make all records durable, and with ``flush`` bring them into the table's chunks.
 
         Args:
             commit: what to commit beside the records; its number and logs are set here. It is
                 skipped if nothing has changed.
+            flush: wait for a merge of all.
+            closing: only warn of a merge that failed, since opening goes on with it.
 
         Raises:
             OSError: the disk is full, or failed, here or in a merge since the last call. Nothing is
                 lost, and a later call may succeed.
+            CorruptStoreError: a merge found a damaged chunk file.
         """
         begin = time.perf_counter()
         dirty = int(self._cache.dirty.count_nonzero())
-        self.make_room(dirty + ALIGNMENT * self._cache.dirty_parts)
+        self._ensure_room(dirty + ALIGNMENT * self._cache.dirty_parts)
         self._append_dirty()
         last = self.manifest.commit
         if self._active.state != self._active.committed or (commit.step, commit.param_groups) != (
@@ -184,7 +192,7 @@ class Storage:
             self._sync()
             self._name_commit(commit, seal=flush or self._full)
             self._counters.committed(begin)
-        self._conclude_merge()
+        self._conclude_merge(forgiving=closing and not flush)
         if self._active.end and not self._sealed and (flush or self._full):
             self._seal(commit)
         while flush and self._sealed:
@@ -287,7 +295,6 @@ class Storage:
                 with uninterrupted():
                     new.restart(new.state.generation)
                     new.drop_tail()
-        self.begin_merge()
 
     def _rehome(self, moved: list[tuple[slice, int]], low: int, high: int) -> None:
         for block, position in moved:
@@ -344,7 +351,7 @@ class Storage:
                 self._settle_one(merge)
             self._conclude_merge()
 
-    def _conclude_merge(self) -> None:
+    def _conclude_merge(self, *, forgiving: bool = False) -> None:
         """Name the state without the sealed log if its merge is over; raise what made it fail."""
         self.settle()
         merge = self._merge
@@ -352,7 +359,17 @@ class Storage:
             return
         if merge.stopping:
             self.stop_merge()
-            if merge.failure is not None:
+            if merge.failure is not None and forgiving:
+                warnings.warn(
+                    f"{self.store.path}: a merge failed ({merge.failure}); nothing is lost, and "
+                    f"opening the store begins it again",
+                    stacklevel=2,
+                )
+            elif merge.failure is not None:
+                merge.failure.add_note(
+                    "It was a merge in the background that failed; a commit was made all the same. "
+                    "A later one begins the merge again."
+                )
                 raise merge.failure
         elif merge.complete:
             self.stop_merge()
@@ -362,7 +379,7 @@ class Storage:
             checksums = self.manifest.checksums | self._merged
             self._name(replace(self.manifest, commit=commit, checksums=checksums))
             log.drop_tail()
-            self._counters.merged(merge.began)
+            self._counters.merged(merge.seconds)
 
     # Life
 

@@ -1,7 +1,6 @@
 """A table of rows that are in the cache, in the logs or in the zarr table: fetch, step, commit.
 
-The only module that knows all three places. Knows rows and records; does not know autograd, modules
-or schedulers.
+Knows rows and records, and who may use them when; does not know autograd, modules or schedulers.
 """
 
 from __future__ import annotations
@@ -105,6 +104,7 @@ class Table:
                 if store.writable:
                     table._storage.recover()
                     store.name_holder()
+                    table._storage.begin_merge()
             except CorruptStoreError:
                 if store.writable or not store.logs_changed():
                     store.close()
@@ -114,7 +114,6 @@ class Table:
                 store.close()
                 raise
             if store.writable:
-                table._storage.begin_merge()
                 return table
             # A reader took no lock: a merge may have replaced files while they were being mapped.
             if not store.logs_changed():
@@ -266,13 +265,16 @@ class Table:
 
         Raises:
             OSError: the disk is full, or failed. Nothing is lost, and a later call may succeed.
+            CorruptStoreError: a merge found a damaged chunk file.
         """
         with self.writing():
             self._commit(param_groups, flush=flush)
             self._storage.begin_merge()
             return self.manifest.commit.number
 
-    def _commit(self, param_groups: list[dict[str, Any]], *, flush: bool) -> None:
+    def _commit(
+        self, param_groups: list[dict[str, Any]], *, flush: bool, closing: bool = False
+    ) -> None:
         commit = Commit(
             number=0,
             step=self.step_count,
@@ -282,7 +284,7 @@ class Table:
             created=time.time(),
             library=__version__,
         )
-        self._storage.commit(commit, flush=flush)
+        self._storage.commit(commit, flush=flush, closing=closing)
 
     @property
     def kernel(self) -> str:
@@ -316,7 +318,8 @@ class Table:
     ) -> None:
         """Commit (a writer, given ``param_groups``) and release; once closed it does nothing.
 
-        A merge stops after the chunks in flight, and opening again goes on with it.
+        A merge stops after the chunks in flight, and opening again goes on with it. One that failed
+        is a warning, unless ``flush`` asks for it.
 
         Raises:
             StoreError: the disk had failed for good. The table is closed, at its last commit.
@@ -330,14 +333,17 @@ class Table:
             return
         with self._guard.reading():
             if param_groups is not None and self._guard.writer and not self._storage.failed:
-                self._commit(param_groups, flush=flush)
-            self._storage.stop_merge()
-            with uninterrupted():
-                self._guard.closed = True
-                self._storage.close()
-                self.store.close()
-                del self.cache.records
+                self._commit(param_groups, flush=flush, closing=True)
+            self._release()
         self._storage.check()
+
+    def _release(self) -> None:
+        self._storage.stop_merge()
+        with uninterrupted():
+            self._guard.closed = True
+            self._storage.close()
+            self.store.close()
+            del self.cache.records
 
 
 def field_spans(fields: Mapping[str, int]) -> dict[str, slice]:
