@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Container, Iterator
@@ -146,6 +147,21 @@ class Merge:
             self.stopping = True
             self._changed.notify_all()
 
+    def tell_failure(self, *, as_warning: bool) -> None:
+        """Raise what made it end early, or warn of it."""
+        if self.failure is not None and as_warning:
+            warnings.warn(
+                f"{self._store.path}: a merge failed ({self.failure}); nothing is lost, and "
+                f"opening the store begins it again",
+                stacklevel=2,
+            )
+        elif self.failure is not None:
+            self.failure.add_note(
+                "It was a merge in the background that failed; a commit was made all the same. "
+                "A later one begins the merge again."
+            )
+            raise self.failure
+
     def stop(self) -> None:
         """Wait for the chunks that are in flight, and begin no others."""
         with self._changed:
@@ -206,14 +222,14 @@ class Merge:
             with self._changed:
                 self._changed.wait_for(self._has_work)
                 if not self._unneeded:
-                    return None if self.stopping or not self._left else self._todo.popleft()
+                    return None if self.stopping or not self._todo else self._todo.popleft()
                 file = self._unneeded.popleft()
             file.close()
 
     def _has_work(self) -> bool:
-        if self.stopping or self._unneeded or not self._left:
+        if self.stopping or self._unneeded or not self._left or not self._workers:
             return True
-        return bool(self._todo) and (len(self.finished) < _UNSETTLED or not self._workers)
+        return bool(self._todo) and len(self.finished) < _UNSETTLED
 
     def _merge_chunk(self, index: int, newest: NewestRecords, buffer: np.ndarray) -> int:
         layout = self._store.layout

@@ -12,7 +12,6 @@ files: what they have finished is entered here, by whoever changes the table nex
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -123,14 +122,17 @@ class Storage:
 
         Slots of the cache may become dirty by it: choose those to append afterwards.
         """
-        self._ensure_room(count)
-        self.begin_merge()
+        if self._ensure_room(count):
+            self.begin_merge()
 
-    def _ensure_room(self, count: int) -> None:
+    def _ensure_room(self, count: int) -> bool:
+        """Whether what was appended had to move to the other log for it."""
         self.check()
         log = self._active
-        if log.suspect or log.end_after(count) > log.shape.capacity:
+        full = log.suspect or log.end_after(count) > log.shape.capacity
+        if full:
             self._roll_over()
+        return full
 
     def write(self, rows: torch.Tensor, fill: FillRecords) -> Run:
         """Write the records of sorted unique rows behind the active log's end.
@@ -359,18 +361,7 @@ class Storage:
             return
         if merge.stopping:
             self.stop_merge()
-            if merge.failure is not None and forgiving:
-                warnings.warn(
-                    f"{self.store.path}: a merge failed ({merge.failure}); nothing is lost, and "
-                    f"opening the store begins it again",
-                    stacklevel=2,
-                )
-            elif merge.failure is not None:
-                merge.failure.add_note(
-                    "It was a merge in the background that failed; a commit was made all the same. "
-                    "A later one begins the merge again."
-                )
-                raise merge.failure
+            merge.tell_failure(as_warning=forgiving)
         elif merge.complete:
             self.stop_merge()
             self.store.sync_table()

@@ -80,3 +80,19 @@ def test_optimizer_that_is_no_rule_is_refused(store_path, optimizer):
     with pytest.raises(TypeError, match="SparseAdam"):
         ooc_embed.DiskEmbedding(10, 2, path=store_path, optimizer=optimizer)
     assert not store_path.exists()
+
+
+@pytest.mark.parametrize(
+    "change", [{"betas": (1.0, 0.999)}, {"betas": (0.9, 2.0)}, {"eps": 0.0}, {"eps": -1.0}], ids=str
+)
+def test_hyperparameters_that_became_wrong_are_refused_before_any_table_steps(make_table, change):
+    good, bad = make_table(), make_table()
+    bad.optimizer.param_groups[0].update(change)
+    ids = torch.tensor([1, 2])
+    loss = good(ids).sum() + bad(ids).sum()
+    with pytest.raises(ValueError, match="beta|eps"):
+        loss.backward()
+    assert (good.step, bad.step) == (0, 0)
+    bad.optimizer.param_groups[0].update(betas=(0.9, 0.999), eps=1e-8)
+    bad(ids).sum().backward()
+    assert bad.step == 1

@@ -150,8 +150,24 @@ def test_a_held_file_is_kept_until_it_is_let_go_of_and_takes_no_descriptor(tmp_p
     (line,) = maps_of(path)
     assert line.endswith("(deleted)")
     assert len(os.listdir("/proc/self/fd")) == before
+    address = held._address
     held.close()
     assert maps_of(path) == []
+    other = mapped.map_memory(
+        address, mapped.PAGE, 0x22 | mapped.MAP_FIXED, -1
+    )  # private, anonymous
+    held.close()
+    assert maps_of_address(other)
+    mapped.libc.munmap(other, mapped.PAGE)
+
+
+def maps_of_address(address: int) -> list[str]:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return [
+        line
+        for line in lines
+        if int(line.split("-")[0], 16) <= address < int(line.split("-")[1].split()[0], 16)
+    ]
 
 
 @linux

@@ -538,6 +538,71 @@ def test_a_merge_that_failed_is_told_at_the_next_commit_and_done_by_a_later_one(
     pair.finish()
 
 
+def test_a_merge_that_failed_is_a_warning_at_close_and_opening_begins_it_again(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_once(monkeypatch, "write_chunk", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    pair.seal()
+    wait_for_merge(pair.emb)
+    pair.train()
+    with pytest.warns(UserWarning, match="a merge failed.*No space left"):
+        pair.emb.close()
+    assert pair.emb.closed
+    pair.emb = DiskEmbedding.open(pair.path, cache_bytes=SMALL_CACHE)
+    pair.check()
+    pair.finish()
+
+
+def test_the_error_of_a_merge_says_that_the_commit_was_made(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_once(monkeypatch, "write_chunk", OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    pair.seal()
+    wait_for_merge(pair.emb)
+    with pytest.raises(OSError, match="No space left") as caught:
+        pair.emb.commit()
+    assert "a commit was made" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize("started", [0, 1, 2])
+def test_a_merge_goes_on_with_the_threads_that_the_system_gives_it(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch, started: int
+) -> None:
+    real, left = threading.Thread.start, [started]
+
+    def start(thread: threading.Thread) -> None:
+        if isinstance(thread, Worker):
+            if not left[0]:
+                raise RuntimeError("can't start new thread")
+            left[0] -= 1
+        real(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    pair.seal()
+    pair.train(2)
+    pair.finish()
+
+
+def test_the_last_commit_at_exit_moves_a_full_log_without_any_new_thread(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.train()
+    pair.emb.commit()
+    storage = pair.emb._table._storage
+    log, cache = storage._active, pair.emb._table.cache
+    while log.end_after(int(cache.dirty.count_nonzero()) + 1024) <= log.shape.capacity:
+        pair.train()
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        pair.emb._finalizer()  # what an exit handler calls
+    assert pair.emb.closed
+    pair.check_reader()
+
+
 def test_a_flush_whose_merge_fails_says_so_and_the_next_one_works(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
