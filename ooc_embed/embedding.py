@@ -49,7 +49,8 @@ class DiskEmbedding(nn.Module):
         cache_bytes: memory for hot rows; ``"auto"`` is a quarter of what this process may use.
         dtype: ``torch.float32`` or ``torch.float64``.
         overwrite: replace a store that is at ``path``.
-        chunk_rows: rows in a file of the store, a multiple of 1024; None chooses about 32 MiB.
+        chunk_rows: rows in a file of the store, a multiple of 1024, no more than the table needs;
+            None chooses about 32 MiB.
 
     Attributes:
         weight: the rows, a `RowView` of shape (num_embeddings, embedding_dim).

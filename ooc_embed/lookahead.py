@@ -48,7 +48,7 @@ def lookahead(
         An iterable, which has a length if the loader has one.
 
     Raises:
-        ValueError: ``depth`` is below 1.
+        ValueError, TypeError: ``depth`` is below 1, or no int.
         IndexError, TypeError: in the loop, for ids that a lookup refuses.
 
     Examples::
@@ -64,6 +64,8 @@ def lookahead(
         >>> emb.close()
         >>> folder.cleanup()
     """
+    if type(depth) is not int:
+        raise TypeError(f"depth must be an int, got {depth!r}")
     if depth < 1:
         raise ValueError(f"depth must be at least 1, got {depth}")
     return _Lookahead(loader, emb, rows, depth)

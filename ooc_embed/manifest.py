@@ -243,7 +243,9 @@ class Layout:
     def plan(cls, manifest: Manifest, chunk_rows: int | None = None) -> Layout:
         """Choose the chunk size: 32 MiB, larger where that would make too many files."""
         rows, record = manifest.num_embeddings, manifest.width * manifest.numpy_dtype.itemsize
-        if chunk_rows is None:
+        if chunk_rows is not None:
+            chunk_rows = min(chunk_rows, _up(rows))
+        else:
             wanted = max(_CHUNK_BYTES // record, -(-rows // _MOST_CHUNKS), 1)
             chunk_rows = min(_up(wanted), _up(rows))
         return cls(rows, manifest.width, manifest.numpy_dtype, chunk_rows)

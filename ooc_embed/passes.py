@@ -23,7 +23,8 @@ from .interrupts import uninterrupted
 from .optimizer import TableOptimizer
 from .table import Prepared, Table
 
-_passes: weakref.WeakValueDictionary[int, Pass] = weakref.WeakValueDictionary()
+# No WeakValueDictionary: its clean-up is Python code inside autograd, which loses a Ctrl-C there.
+_passes: dict[int, weakref.ref[Pass]] = {}
 # Tables on several devices stage in a thread of each.
 _passes_lock = threading.Lock()
 
@@ -185,13 +186,22 @@ def _to_cpu(sums: torch.Tensor) -> torch.Tensor:
     return sums.to("cpu")
 
 
+def _running(number: int) -> Pass | None:
+    """The pass of that number, if it has staged something and is not over."""
+    entry = _passes.get(number)
+    return None if entry is None else entry()
+
+
 def stage(table: Table, optimizer: TableOptimizer, rows: torch.Tensor, grads: torch.Tensor) -> None:
     """Add a lookup's rows and gradients to the running pass."""
     number = current_pass()
     with _passes_lock:
-        running = _passes.get(number)
+        running = _running(number)
         if running is None:
-            running = _passes[number] = Pass()
+            for over in [key for key, entry in _passes.items() if entry() is None]:
+                del _passes[over]
+            running = Pass()
+            _passes[number] = weakref.ref(running)
             _at_the_end(running.finish)
         staged = running.staged.setdefault(id(table), Staged(table, optimizer))
         staged.blocks.append((rows, grads))
@@ -200,7 +210,7 @@ def stage(table: Table, optimizer: TableOptimizer, rows: torch.Tensor, grads: to
 def arm(table: Table) -> None:
     """Say that the running pass is a `.backward()` that reaches this table."""
     with _passes_lock:
-        running = _passes.get(current_pass())
+        running = _running(current_pass())
     if running is not None and id(table) in running.staged:
         running.staged[id(table)].armed = True
 

@@ -17,6 +17,8 @@ from ram_reference import (
 )
 from torch import nn
 
+from ooc_embed import passes
+
 IDS = torch.tensor([1, 2, 2, 7])
 
 
@@ -273,3 +275,12 @@ def test_part_of_a_graph_used_by_two_backwards(both):
         if lookup is ram:
             ram.step_and_zero()
     assert_same(emb, ram)
+
+
+def test_a_pass_that_is_over_leaves_no_python_call_inside_autograd_and_no_memory(make_table):
+    emb = make_table()
+    for _ in range(5):
+        emb(torch.tensor([1, 2])).sum().backward()
+    # One entry at most: that of the last pass, which is dead.
+    assert len(passes._passes) <= 1
+    assert all(entry() is None and entry.__callback__ is None for entry in passes._passes.values())

@@ -248,3 +248,10 @@ def test_a_folder_with_something_of_the_users_in_it_is_not_an_unfinished_creatio
     (path / "thesis.tex").write_text("mine")
     with store_files.untouched(path), pytest.raises((OSError, ooc_embed.StoreError)):
         make(path)
+
+
+def test_chunk_rows_beyond_the_table_make_one_chunk_of_its_size(make_table):
+    emb = make_table(3000, 4, chunk_rows=1024 * 10**9)
+    emb(torch.tensor([7])).sum().backward()
+    emb.flush()
+    assert zarr.open_group(emb.path, mode="r")["table"].chunks[0] == 3072

@@ -330,3 +330,9 @@ def test_dataloader_with_workers_trains_as_without_and_leaves_none(make_table):
 
     assert torch.equal(train(2, ahead=True), train(0, ahead=False))
     assert torch.multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("depth", [1.5, None, "2", True])
+def test_depth_that_is_no_int_is_refused_at_the_call(depth):
+    with pytest.raises(TypeError, match="depth must be an int"):
+        lookahead([], Announced(), depth=depth)
