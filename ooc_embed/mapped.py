@@ -173,7 +173,7 @@ class MappedRows:
         ranges[:, 0] = span.address + begin * PAGE
         ranges[:, 1] = (end - begin) * PAGE
         for start in range(0, len(ranges), _RANGES_PER_CALL):
-            advise(ranges[start : start + _RANGES_PER_CALL])
+            _advise(ranges[start : start + _RANGES_PER_CALL])
 
     def close(self) -> None:
         """Drop the tensor; the memory is unmapped when the last view of it is gone."""
@@ -203,7 +203,7 @@ class HeldFile:
             libc.munmap(address, PAGE)
 
 
-def advise(ranges: np.ndarray) -> None:
+def _advise(ranges: np.ndarray) -> None:
     """Announce ``(n, 2)`` ranges of address and length; it is advice, which may be ignored."""
     if announces_in_batches():
         done = libc.syscall(

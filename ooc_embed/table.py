@@ -288,7 +288,7 @@ class Table:
 
     @property
     def kernel(self) -> str:
-        """What steps the rows: ``"numba"`` or ``"torch"``."""
+        """What steps the rows, as `BlockUpdate.kernel` names it."""
         return self._update.kernel
 
     @property

@@ -347,7 +347,7 @@ def test_pages_that_touch_are_announced_together_and_each_page_once(
         "all": torch.arange(2048),
     }[order]
     ranges: list[list[int]] = []
-    monkeypatch.setattr(mapped, "advise", lambda part: ranges.extend(part.tolist()))
+    monkeypatch.setattr(mapped, "_advise", lambda part: ranges.extend(part.tolist()))
     rows.announce(index)
     start = rows._span.address
     got = [(a - start + at) // 4096 for a, size in ranges for at in range(0, size, 4096)]

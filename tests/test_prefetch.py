@@ -201,7 +201,7 @@ def mapped_file(folder: Path) -> tuple[MappedRows, Path]:
 @linux
 def test_memory_stays_mapped_while_it_is_announced_and_no_longer(tmp_path, monkeypatch):
     rows, path = mapped_file(tmp_path)
-    real = mapped.advise
+    real = mapped._advise
     during = []
 
     def close_first(ranges: np.ndarray) -> None:
@@ -209,7 +209,7 @@ def test_memory_stays_mapped_while_it_is_announced_and_no_longer(tmp_path, monke
         during.append(str(path) in Path("/proc/self/maps").read_text())
         real(ranges)
 
-    monkeypatch.setattr(mapped, "advise", close_first)
+    monkeypatch.setattr(mapped, "_advise", close_first)
     rows.announce(torch.tensor([1, 500]))
     assert during == [True]
     assert str(path) not in Path("/proc/self/maps").read_text()
