@@ -84,9 +84,10 @@ def _measure_side_by_side(
         if table.kernel != "torch":
             contestants[_BY_TORCH] = _stepped_by_torch(table)
         for case in cases:
-            rounds = _draw_rounds(settings, case)
+            ids = _stream(settings, case)
+            rounds = _draw_rounds(settings, ids)
             _add_case(settings, figures, case, _interleaved(contestants, rounds, settings.dim))
-            _add_shares(settings, figures, table, case)
+            _add_shares(settings, figures, table, ids)
 
 
 def _measure_in_turn(
@@ -94,7 +95,8 @@ def _measure_in_turn(
 ) -> None:
     """One contestant after the other, since each takes the memory: ours as the page cache of the
     rows that are not in its own."""
-    rounds = {case: _draw_rounds(settings, case) for case in cases}
+    streams = {case: _stream(settings, case) for case in cases}
+    rounds = {case: _draw_rounds(settings, ids) for case, ids in streams.items()}
     contestants = _references(settings, figures, folder)
     _touch_every_row(contestants.values(), settings)
     seconds = {case: _interleaved(contestants, rounds[case], settings.dim) for case in rounds}
@@ -104,11 +106,11 @@ def _measure_in_turn(
     with _make_table(settings, folder, init) as table:
         for file in data_files(table.path):
             file.read_bytes()
-        for case in rounds:
-            _fill_cache(table, settings, case)
+        for case, ids in streams.items():
+            _fill_cache(table, settings, ids)
             own = _interleaved({_OURS: partial(train_step, table)}, rounds[case], settings.dim)
             _add_case(settings, figures, case, {**seconds[case], **own})
-            _add_shares(settings, figures, table, case)
+            _add_shares(settings, figures, table, ids)
 
 
 def _make_table(settings: Settings, folder: Path, init: object) -> DiskEmbedding:
@@ -122,9 +124,13 @@ def _make_table(settings: Settings, folder: Path, init: object) -> DiskEmbedding
     )
 
 
-def _draw_rounds(settings: Settings, case: Case, seed: int = 0) -> Rounds:
+def _stream(settings: Settings, case: Case) -> Iterator[Tensor]:
+    """The case's batches without end. All are drawn from one, so the same rows stay frequent."""
     batch, distribution = case
-    ids = batches(distribution, settings.rows, batch, seed=settings.seed + seed)
+    return batches(distribution, settings.rows, batch, seed=settings.seed)
+
+
+def _draw_rounds(settings: Settings, ids: Iterator[Tensor]) -> Rounds:
     return [list(itertools.islice(ids, settings.steps)) for _ in range(settings.rounds + 1)]
 
 
@@ -139,8 +145,10 @@ def _add_case(
     _add(figures, seconds, batch)
 
 
-def _add_shares(settings: Settings, figures: Figures, table: DiskEmbedding, case: Case) -> None:
-    rounds = _draw_rounds(settings, case, seed=2)
+def _add_shares(
+    settings: Settings, figures: Figures, table: DiskEmbedding, ids: Iterator[Tensor]
+) -> None:
+    rounds = _draw_rounds(settings, ids)
     shares = [_bookkeeping_share(table, drawn, settings.dim) for drawn in rounds[1:]]
     figures.add("where-map and eviction", "% of step", [100 * share for share in shares])
 
@@ -198,15 +206,14 @@ def _touch_every_row(steps: Iterable[Step], settings: Settings) -> None:
             step(ids, torch.ones(len(ids), settings.dim))
 
 
-def _fill_cache(table: DiskEmbedding, settings: Settings, case: Case) -> None:
+def _fill_cache(table: DiskEmbedding, settings: Settings, ids: Iterator[Tensor]) -> None:
     """Trains until rows are evicted; Zipf ids may never come to that, so not for ever."""
-    batch, distribution = case
-    ids = batches(distribution, settings.rows, batch, seed=settings.seed + 1)
-    target = torch.randn(batch, settings.dim)
-    for _ in range(10 * settings.slots // batch + 1):
+    first = next(ids)
+    target = torch.randn(len(first), settings.dim)
+    for batch in itertools.chain([first], itertools.islice(ids, 10 * settings.slots // len(first))):
         if table.stats().evictions:
             break
-        train_step(table, next(ids), target)
+        train_step(table, batch, target)
 
 
 def _interleaved(

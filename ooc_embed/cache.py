@@ -50,6 +50,7 @@ class RowCache:
     Attributes:
         records: ``(slots, W)``; memory is taken as slots are first used.
         where: ``(num_rows,)``, see the module.
+        departures: how often rows have left the cache; until then all keep their slots.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class RowCache:
         self._used = torch.full((slots,), _UNUSED, dtype=torch.int32, device="cpu")
         self._free = torch.arange(slots - 1, -1, -1, dtype=torch.int32, device="cpu")
         self._num_free = slots
+        self.departures = 0
         self._tick = 0
         # Choices of victims must not disturb the user's random numbers.
         self._generator = torch.Generator(device="cpu")
@@ -127,6 +129,7 @@ class RowCache:
         self.where[rows] = self._homes(position, len(rows))
 
     def _set_free(self, slots: torch.Tensor) -> None:
+        self.departures += 1
         self.dirty.index_fill_(0, slots, False)
         self._used.index_fill_(0, slots, _UNUSED)
         self._free[self._num_free : self._num_free + len(slots)] = slots.to(torch.int32)

@@ -225,10 +225,10 @@ class DiskEmbedding(nn.Module):
         check_range(ids, self.num_embeddings)
         self._table.prefetch(ids)
 
-    def _stage(self, grads: torch.Tensor, rows: torch.Tensor, counts: torch.Tensor) -> None:
+    def _stage(self, grads: torch.Tensor, rows: torch.Tensor, bounds: torch.Tensor) -> None:
         """Give a lookup's gradients, ``(m, D)``, to the running backward pass."""
         if self.scale_grad_by_freq:
-            grads /= counts.unsqueeze(1)
+            grads /= bounds.diff().to(grads.device).unsqueeze(1)
         if self.padding_idx is not None:
             kept = rows != self.padding_idx
             if not kept.all():

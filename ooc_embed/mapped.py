@@ -32,6 +32,9 @@ _PAGES_PER_RANGE = 32
 _COPIED_ROWS = 1024
 # So many announced gathers in a row that caused no read, and the rows are taken to be resident.
 _IDLE_ANNOUNCEMENTS = 8
+# Fewer reads than one for so many rows cost less than announcing them all would.
+_ROWS_PER_READ = 64
+_BLOCKS_PER_PAGE = PAGE // 512
 # Every so many gathers are announced all the same.
 _PROBED_GATHERS = 64
 # A thread that announces ahead makes reads of its own meanwhile, and they say nothing here.
@@ -109,8 +112,8 @@ class MappedRows:
         """Copy rows, ``(n,) int64`` best sorted, to ``(n, W)``; their pages are read ahead.
 
         Announcing pages that are resident, or announced ahead of this, costs time for nothing, so
-        it stops when it causes no reads, and starts again when a gather faults. A large gather runs
-        in torch's other threads too, whose faults do not count here: so it tries now and then.
+        it stops when it hardly causes reads, and starts again when a gather faults. A large gather
+        runs in torch's other threads too, whose faults do not count: so it tries now and then.
         """
         before = resource.getrusage(_WHO)
         announced = self._idle < _IDLE_ANNOUNCEMENTS or self._idle % _PROBED_GATHERS == 0
@@ -119,10 +122,10 @@ class MappedRows:
         result = torch.index_select(self._tensor, 0, rows, out=out)
         after = resource.getrusage(_WHO)
         if announced:
-            read = after.ru_inblock > before.ru_inblock
+            reads = (after.ru_inblock - before.ru_inblock) // _BLOCKS_PER_PAGE
         else:
-            read = after.ru_majflt > before.ru_majflt
-        self._idle = 0 if read else self._idle + 1
+            reads = after.ru_majflt - before.ru_majflt
+        self._idle = 0 if reads > len(rows) // _ROWS_PER_READ else self._idle + 1
         return result
 
     def copy(self, rows: np.ndarray, out: np.ndarray, places: np.ndarray) -> None:

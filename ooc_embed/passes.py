@@ -7,6 +7,7 @@ there is no flag to reset.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import weakref
@@ -106,7 +107,8 @@ class Pass:
 
 # Takes unique rows (m,) and for each id the index of its row (n,); gives the ids' weights (n, D).
 FetchWeights = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-# Takes a lookup's gradients, one a row (m, D), its unique rows (m,) and their counts (m,).
+# Takes a lookup's gradients, one a row (m, D), its unique rows (m,) and their bounds (m + 1,), as
+# `sort_rows` gives them.
 StageGradient = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
@@ -129,18 +131,17 @@ class Lookup(torch.autograd.Function):
         fetch_weights: FetchWeights,
         stage_gradient: StageGradient,
     ) -> torch.Tensor:
-        unique, inverse, order, starts = sort_rows(ids)
-        counts = torch.diff(starts, append=starts.new_tensor([len(order)]))
+        unique, inverse, order, bounds = sort_rows(ids)
         if _on_cpu(device):
             weights = fetch_weights(unique, inverse)
         else:
             rows = fetch_weights(unique, torch.arange(len(unique), device="cpu"))
             weights = _to_device(rows, device).index_select(0, inverse.to(device))
-            order, starts = order.to(device), starts.to(device)
+            order, bounds = order.to(device), bounds.to(device)
         ctx.stage_gradient = stage_gradient
         ctx.forward_pass = current_pass()
         # Saved, not kept as attributes: a second backward is then torch's own error.
-        ctx.save_for_backward(unique, counts, order, starts)
+        ctx.save_for_backward(unique, order, bounds)
         return weights
 
     @staticmethod
@@ -162,9 +163,9 @@ class Lookup(torch.autograd.Function):
                 "a lookup in reentrant activation checkpointing would step more than once in one "
                 "backward: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
-        unique, counts, order, starts = ctx.saved_tensors
-        sums = _to_cpu(segment_sum(grad.contiguous(), order, starts))
-        ctx.stage_gradient(sums, unique, counts)
+        unique, order, bounds = ctx.saved_tensors
+        sums = _to_cpu(segment_sum(grad.contiguous(), order, bounds))
+        ctx.stage_gradient(sums, unique, bounds)
         return (None,) * 5
 
 
@@ -215,20 +216,22 @@ def arm(table: Table) -> None:
         running.staged[id(table)].armed = True
 
 
-def segment_sum(values: torch.Tensor, order: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+def segment_sum(values: torch.Tensor, order: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
     """Sum rows of ``values`` over segments of ``order``, always in the same order.
 
     Args:
         values: ``(n, D)``.
         order: ``(n,)`` rows of ``values``.
-        starts: ``(m,)`` where in ``order`` each segment begins.
+        bounds: ``(m + 1,)`` where in ``order`` each segment begins, and its end.
 
     Returns:
         ``(m, D)``.
     """
-    if not len(starts):
+    if len(bounds) == 1:
         return values.new_zeros(0, values.shape[1])
-    return torch.nn.functional.embedding_bag(order, values, starts, mode="sum")
+    return torch.nn.functional.embedding_bag(
+        order, values, bounds, mode="sum", include_last_offset=True
+    )
 
 
 def sort_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -239,20 +242,20 @@ def sort_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
 
     Returns:
         The unique rows ``(m,)``; for each id the index of its unique row ``(n,)``; the stable order
-        ``(n,)`` that sorts the ids; where in it each unique row begins ``(m,)``.
+        ``(n,)`` that sorts the ids; where in it each unique row begins, and the end ``(m + 1,)``.
     """
     ordered, order = _stable_sort(rows.numpy())
-    is_start = np.ones(len(ordered), dtype=np.bool_)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_start[1:])
-    starts = np.flatnonzero(is_start)
+    is_bound = np.ones(len(ordered) + 1, dtype=np.bool_)
+    np.not_equal(ordered[1:], ordered[:-1], out=is_bound[1:-1])
+    bounds = np.flatnonzero(is_bound)
     inverse = np.empty_like(order)
-    inverse[order] = np.cumsum(is_start) - 1
-    unique = ordered[starts]
+    inverse[order] = np.cumsum(is_bound[:-1]) - 1
+    unique = ordered[bounds[:-1]]
     return (
         torch.from_numpy(unique),
         torch.from_numpy(inverse),
         torch.from_numpy(order),
-        torch.from_numpy(starts),
+        torch.from_numpy(bounds),
     )
 
 
@@ -276,13 +279,13 @@ def coalesce(
     """One gradient a row: the update is not linear in it, so duplicates must be summed first."""
     if len(blocks) == 1:
         return blocks[0]
-    unique, _, order, starts = sort_rows(torch.cat([rows for rows, _ in blocks]))
-    return unique, segment_sum(torch.cat([grads for _, grads in blocks]), order, starts)
+    unique, _, order, bounds = sort_rows(torch.cat([rows for rows, _ in blocks]))
+    return unique, segment_sum(torch.cat([grads for _, grads in blocks]), order, bounds)
 
 
 def _check_finite(rows: torch.Tensor, grads: torch.Tensor) -> None:
     # Where the sum is finite, all are: infinities and NaN do not leave a sum.
-    if torch.isfinite(grads.sum()):
+    if math.isfinite(grads.sum().item()):
         return
     bad = rows[~torch.isfinite(grads).all(dim=1)]
     if len(bad):

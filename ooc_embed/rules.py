@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -42,11 +42,16 @@ class SparseAdam:
             raise ValueError(f"a tensor lr must have one element, got {self.lr.numel()}")
         if not 0.0 < float(self.lr):
             raise ValueError(f"lr must be greater than 0, got {float(self.lr)}")
-        if not 0.0 < self.eps:
-            raise ValueError(f"eps must be greater than 0, got {self.eps}")
-        beta1, beta2 = self.betas
+        self.check_ranges(self.betas, self.eps)
+
+    @staticmethod
+    def check_ranges(betas: tuple[float, float], eps: float) -> None:
+        """Raise a ValueError unless these are values of the rule."""
+        if not 0.0 < eps:
+            raise ValueError(f"eps must be greater than 0, got {eps}")
+        beta1, beta2 = betas
         if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {self.betas}")
+            raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
 
     def fields(self, dim: int) -> dict[str, int]:
         """The state that a row of ``dim`` weights needs: field name to columns."""
@@ -113,14 +118,13 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
     Raises:
         KeyError, TypeError, ValueError: it does not.
     """
-    for key, example in to_json(rule).items():
-        if key != "name":
-            _check_kind(key, group[key], example)
-    replace(rule, **{key: group[key] for key in ("betas", "eps")})
+    for field in fields(rule):
+        _check_kind(field.name, group[field.name], getattr(rule, field.name))
+    rule.check_ranges(group["betas"], group["eps"])
 
 
 def _check_kind(key: str, value: Any, example: Any) -> None:
-    if isinstance(example, list):
+    if isinstance(example, tuple):
         if len(value) != len(example):
             raise ValueError(f"{key}={value!r} has not {len(example)} values")
         for item, of in zip(value, example, strict=True):
