@@ -100,7 +100,7 @@ _PARTS = {
     ),
 }
 # All that the docs quote, in the order of their pages.
-_LARGE = ("--rows", "10000000", "--cache-fraction", "0.1", "--batch", "16384")
+_LARGE = ("--rows", "10000000", "--cache-fraction", "0.1", "--batch", "16384", "--steps", "80")
 _ALL = (
     ("hot",),
     ("hot", *_LARGE, "--distributions", "zipf"),

@@ -21,7 +21,6 @@ _UNUSED = 2**31 - 1
 # So many dirty slots are sorted at once; of more, the map is walked through in blocks of rows.
 _SORTED_SLOTS = 1 << 22
 _BLOCK_ROWS = 1 << 20
-_EVICTED_SHARE = 8
 _INT32_POSITIONS = 2**31 - 1
 # The part of the memory a process may use that a cache takes by default.
 _AUTO_SHARE = 4
@@ -85,27 +84,35 @@ class RowCache:
         self._tick += 1
         self._used.index_fill_(0, slots, self._tick)
 
+    @property
+    def tick(self) -> int:
+        """The number of the last batch."""
+        return self._tick
+
+    def unused_since(self, slots: torch.Tensor, tick: int) -> torch.Tensor:
+        """Which of these slots no batch after that one has used: ``(n,) bool``."""
+        return self._used.index_select(0, slots) <= tick
+
     def victims(self, count: int) -> torch.Tensor:
-        """Choose at least ``count`` slots that the batch does not use, longest unused first.
+        """Choose ``count`` slots that the batch does not use, as far as there are, longest unused
+        first.
 
         Returns:
-            ``(n,) int64`` slots in the order of their rows: an eighth of the cache, as far as there
-            are that many.
+            ``(n,) int64`` slots in the order of their rows.
 
         The age from which slots go is estimated from a sample: exact would be a sort of the cache.
         """
-        wanted = max(count, self.slots // _EVICTED_SHARE)
         drawn = torch.randint(self.slots, (_SAMPLE,), generator=self._generator, device="cpu")
         ages = self._used.index_select(0, drawn)
         ages = ages[ages < self._tick].sort().values
-        share = wanted / (self.slots - self._num_free)
+        share = count / (self.slots - self._num_free)
         old = torch.empty(0, dtype=torch.int64, device="cpu")
         if share < 1 and len(ages):
             old = (self._used <= ages[int(share * len(ages))]).nonzero().squeeze(1)
         if len(old) < count:
             old = (self._used < self._tick).nonzero().squeeze(1)
             old = old[self._used.index_select(0, old).argsort(stable=True)]
-        return self._by_row(old[:wanted])
+        return self._by_row(old[:count])
 
     def _by_row(self, slots: torch.Tensor) -> torch.Tensor:
         return slots.index_select(0, self.row.index_select(0, slots).argsort())
@@ -171,9 +178,18 @@ class RowCache:
             slots = part[part > 0].to(torch.int64) - 1
             yield slots[self.dirty.index_select(0, slots)]
 
-    def stored(self, slots: torch.Tensor, position: int) -> None:
-        """The records of these slots, in this order, are in the logs from ``position`` on."""
-        self.home[slots] = self._homes(position, len(slots))
+    def stored(self, slots: torch.Tensor, position: int, valid: torch.Tensor | None = None) -> None:
+        """The records of these slots, in this order, are in the logs from ``position`` on.
+
+        Args:
+            slots: ``(n,) int64``.
+            position: of the first.
+            valid: ``(n,) bool``, those of which it is true; None is all.
+        """
+        homes = self._homes(position, len(slots))
+        if valid is not None:
+            slots, homes = slots[valid], homes[valid]
+        self.home[slots] = homes
         self.dirty.index_fill_(0, slots, False)
 
     def stored_at(self, rows: slice, low: int, high: int) -> torch.Tensor:

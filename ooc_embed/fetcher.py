@@ -6,6 +6,7 @@ import torch
 
 from . import initializers
 from .cache import RowCache
+from .evictor import Evictor
 from .interrupts import uninterrupted
 from .stats import Counters
 from .storage import Storage
@@ -21,21 +22,29 @@ class RowFetcher:
     Args:
         cache: the hot rows, and where all others are.
         storage: the stored records.
+        evictor: makes room in the cache.
         weight: columns of the weight in a record.
         version: column of the version.
-        counters: where hits, misses and evictions are counted.
+        counters: where hits and misses are counted.
 
     Attributes:
         piece: so many whole records go through memory at once.
     """
 
     def __init__(
-        self, cache: RowCache, storage: Storage, weight: slice, version: int, counters: Counters
+        self,
+        cache: RowCache,
+        storage: Storage,
+        evictor: Evictor,
+        weight: slice,
+        version: int,
+        counters: Counters,
     ) -> None:
         layout = storage.store.layout
         self.piece = max(_PIECE_BYTES // layout.record_bytes, _FEWEST_ROWS)
         self._cache = cache
         self._storage = storage
+        self._evictor = evictor
         self._weight = weight
         self._version = version
         self._counters = counters
@@ -124,6 +133,7 @@ class RowFetcher:
         return slots
 
     def _fetch(self, rows: torch.Tensor, *, counted: bool) -> torch.Tensor:
+        self._evictor.settle()
         places = self._cache.find(rows).to(torch.int64)
         missing = (places <= 0).nonzero().squeeze(1)
         if counted:
@@ -132,7 +142,7 @@ class RowFetcher:
             self._cache.begin_batch(places - 1)
             return places - 1
         self._cache.begin_batch(places[places > 0] - 1)
-        self._make_room(len(missing))
+        self._evictor.make_room(len(missing))
         for part in missing.split(self.piece):
             wanted = rows.index_select(0, part)
             homes = self._cache.find(wanted)
@@ -142,20 +152,5 @@ class RowFetcher:
                 self._cache.records[slots] = records
                 self._cache.insert(slots, wanted, homes)
             places[part] = slots + 1
+        self._evictor.begin_ahead()
         return places - 1
-
-    def _make_room(self, count: int) -> None:
-        """Evict until ``count`` slots are free; dirty rows go to the log as one sorted run."""
-        missing = count - self._cache.num_free
-        if missing <= 0:
-            return
-        self._storage.make_room(self._cache.slots)
-        victims = self._cache.victims(missing)
-        dirty = victims[self._cache.dirty[victims]]
-        self._storage.append_slots(dirty)
-        # They are the likeliest to be wanted next, and lie close together in the log, which was
-        # written past the page cache.
-        self._storage.stored.announce(self._cache.row[dirty], self._cache.home[dirty])
-        with uninterrupted():
-            self._cache.release(victims)
-        self._counters.evictions += len(victims)

@@ -118,6 +118,12 @@ class RecordLog:
         """Have the pages of these records read ahead."""
         self._records.announce(positions)
 
+    def read_back(self, start: int, stop: int, *, wait: bool) -> None:
+        """Have the records from ``start`` to ``stop`` read into the page cache."""
+        self._records.read_ahead(start, stop)
+        if wait:
+            self._records.touch(start, stop)
+
     def copier(self, positions: torch.Tensor) -> FillRecords:
         """Fills a run of another log with the records at ``positions``."""
 

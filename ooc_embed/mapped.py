@@ -146,6 +146,16 @@ class MappedRows:
         # By numpy, as in `copy`: threads of a merge read by this too.
         return torch.from_numpy(np.array(self._tensor.numpy()[start:stop]))
 
+    def read_ahead(self, start: int, stop: int) -> None:
+        """Ask the kernel to read the pages of the rows ``start`` to ``stop`` ahead."""
+        self._announce_spans(np.array([start]), np.array([stop]))
+
+    def touch(self, start: int, stop: int) -> None:
+        """Wait until the rows ``start`` to ``stop`` are in memory."""
+        rows = self._tensor.numpy()[start:stop]
+        # An element of each range that `read_ahead` asks for: a range is read as a whole.
+        np.array(rows.reshape(-1)[:: _PAGES_PER_RANGE * PAGE // rows.itemsize])
+
     def announce(self, rows: torch.Tensor) -> None:
         """Ask the kernel to read the pages of ``rows`` ahead, all in one queue.
 

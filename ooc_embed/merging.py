@@ -32,7 +32,7 @@ _UNSETTLED = 16
 
 
 class Worker(threading.Thread):
-    """A thread of a merge."""
+    """A thread that works on a store beside the one that has it."""
 
 
 class Merge:

@@ -125,14 +125,18 @@ class Storage:
         if self._ensure_room(count):
             self.begin_merge()
 
+    def has_room(self, count: int) -> bool:
+        """Whether a run of ``count`` records fits into the active log as it is."""
+        log = self._active
+        return not log.suspect and log.end_after(count) <= log.shape.capacity
+
     def _ensure_room(self, count: int) -> bool:
         """Whether what was appended had to move to the other log for it."""
         self.check()
-        log = self._active
-        full = log.suspect or log.end_after(count) > log.shape.capacity
-        if full:
+        fits = self.has_room(count)
+        if not fits:
             self._roll_over()
-        return full
+        return not fits
 
     def write(self, rows: torch.Tensor, fill: FillRecords) -> Run:
         """Write the records of sorted unique rows behind the active log's end.
@@ -140,19 +144,21 @@ class Storage:
         Raises:
             OSError: the disk is full, or failed. The log is as it was.
         """
-        run = Run(rows, self._active.write(rows.numpy(), fill))
-        self._counters.appended(len(rows), self.store.layout.record_bytes)
-        return run
+        return Run(rows, self._active.write(rows.numpy(), fill))
+
+    def read_back(self, run: Run, *, wait: bool) -> None:
+        """Have a run read into the page cache, which it was written past; perhaps wait for it."""
+        end = run.state.records
+        self._active.read_back(end - len(run.rows), end, wait=wait)
 
     def accept(self, run: Run) -> int:
         """Make a run a part of the log; return the global position of its first record."""
         self._active.accept(run.state)
+        self._counters.appended(len(run.rows), self.store.layout.record_bytes)
         return self._active.base + run.state.records - len(run.rows)
 
-    def append_slots(self, slots: torch.Tensor) -> None:
+    def append_slots(self, slots: torch.Tensor) -> Run:
         """Append the cache's records at ``slots``, which are in the order of their rows."""
-        if not len(slots):
-            return
         cache = self._cache
 
         def fill(start: int, stop: int, out: torch.Tensor) -> None:
@@ -161,10 +167,12 @@ class Storage:
         run = self.write(cache.row.index_select(0, slots), fill)
         with uninterrupted():
             cache.stored(slots, self.accept(run))
+        return run
 
     def _append_dirty(self) -> None:
         for slots in self._cache.dirty_slots():
-            self.append_slots(slots)
+            if len(slots):
+                self.append_slots(slots)
 
     # Committing
 

@@ -21,6 +21,7 @@ from ._version import __version__
 from .blocks import BlockUpdate, count_versions
 from .cache import RowCache, slots_for
 from .errors import CorruptStoreError, StoreError
+from .evictor import Evictor
 from .fetcher import RowFetcher
 from .guard import Guard
 from .interrupts import uninterrupted
@@ -85,8 +86,14 @@ class Table:
         )
         self.counters = Counters()
         self._storage = Storage(store, self.cache, self.counters)
+        self._evictor = Evictor(self.cache, self._storage, self.counters)
         self._rows = RowFetcher(
-            self.cache, self._storage, self.spans["weight"], self._version, self.counters
+            self.cache,
+            self._storage,
+            self._evictor,
+            self.spans["weight"],
+            self._version,
+            self.counters,
         )
 
     @classmethod
@@ -190,6 +197,7 @@ class Table:
         if len(rows) <= self.cache.slots:
             return Prepared(rows, grads, self._rows.fetch(rows))
         # A batch that does not fit is stepped on its way into the log, as one sorted run.
+        self._evictor.finish()
         self._storage.make_room(len(rows))
         fresh = 0
 
@@ -275,6 +283,7 @@ class Table:
     def _commit(
         self, param_groups: list[dict[str, Any]], *, flush: bool, closing: bool = False
     ) -> None:
+        self._evictor.finish()
         commit = Commit(
             number=0,
             step=self.step_count,
@@ -338,6 +347,7 @@ class Table:
         self._storage.check()
 
     def _release(self) -> None:
+        self._evictor.finish()
         self._storage.stop_merge()
         with uninterrupted():
             self._guard.closed = True

@@ -38,6 +38,7 @@ LAYERS = (
     ("store",),
     ("merging", "bulk"),
     ("storage",),
+    ("evictor",),
     ("fetcher",),
     ("table",),
     ("optimizer", "views"),
