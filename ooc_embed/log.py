@@ -122,7 +122,7 @@ class RecordLog:
         """Have the records from ``start`` to ``stop`` read into the page cache."""
         self._records.read_ahead(start, stop)
         if wait:
-            self._records.touch(start, stop)
+            self._records.wait_for(start, stop)
 
     def copier(self, positions: torch.Tensor) -> FillRecords:
         """Fills a run of another log with the records at ``positions``."""

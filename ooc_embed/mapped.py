@@ -150,7 +150,7 @@ class MappedRows:
         """Ask the kernel to read the pages of the rows ``start`` to ``stop`` ahead."""
         self._announce_spans(np.array([start]), np.array([stop]))
 
-    def touch(self, start: int, stop: int) -> None:
+    def wait_for(self, start: int, stop: int) -> None:
         """Wait until the rows ``start`` to ``stop`` are in memory."""
         rows = self._tensor.numpy()[start:stop]
         # An element of each range that `read_ahead` asks for: a range is read as a whole.
