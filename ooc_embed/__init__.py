@@ -1,26 +1,36 @@
 """Embedding tables larger than memory for PyTorch: a torch.nn.Module over a zarr store on disk."""
 
 from ._version import __version__
+from .clipping import clip_grad_norm_
 from .embedding import DiskEmbedding
+from .embedding_bag import DiskEmbeddingBag
 from .errors import CorruptStoreError, FormatError, LockedError, StoreError
 from .initializers import Normal, Uniform, Zeros
 from .lookahead import lookahead
-from .rules import SparseAdam
+from .replacement import Replacement, replace_embeddings
+from .rules import SGD, Adagrad, RowwiseAdagrad, SparseAdam
 from .stats import Stats
 from .views import RowView
 
 __all__ = [
+    "SGD",
+    "Adagrad",
     "CorruptStoreError",
     "DiskEmbedding",
+    "DiskEmbeddingBag",
     "FormatError",
     "LockedError",
     "Normal",
+    "Replacement",
     "RowView",
+    "RowwiseAdagrad",
     "SparseAdam",
     "Stats",
     "StoreError",
     "Uniform",
     "Zeros",
     "__version__",
+    "clip_grad_norm_",
     "lookahead",
+    "replace_embeddings",
 ]

@@ -93,3 +93,18 @@ def read_metadata(folder: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise FormatError(f"{path} holds {value!r}")
     return value
+
+
+def open_arrays(folder: Path) -> dict[str, Any]:
+    """The arrays of any zarr group, or a zarr array under the name ``""``, to read.
+
+    Raises:
+        ValueError: there is neither.
+    """
+    try:
+        found = zarr.open(folder, mode="r")
+    except FileNotFoundError:
+        raise ValueError(f"{folder} is a folder, and no zarr array or group") from None
+    if isinstance(found, zarr.Array):
+        return {"": found}
+    return dict(found.arrays())

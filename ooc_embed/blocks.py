@@ -103,7 +103,8 @@ class BlockUpdate:
         count = len(slots)
         for name, span in self._spans.items():
             torch.index_select(records[:, span], 0, slots, out=self._parts[name][:count])
-        fields = {name: buffer[:count] for name, buffer in self._whole.items()}
+        buffers = self._whole if self._rule.padded else self._parts
+        fields = {name: buffer[:count] for name, buffer in buffers.items()}
         weight, grad = fields.pop("weight"), fields.pop("grad")
         if grad.shape == grads.shape:  # nothing to pad
             grad = grads

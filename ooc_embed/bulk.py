@@ -5,7 +5,7 @@ Whole chunk files are written once, in order: the log is for rows that are touch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,8 @@ from .memory import page_aligned
 from .progress import progress
 
 
-def check_source(source: Any, shape: tuple[int, int]) -> None:
-    """Refuse a source of another shape or of no numbers, before anything is written.
+def check_source(name: str, source: Any, shape: tuple[int, int]) -> None:
+    """Refuse a field's source of another shape or of no numbers, before anything is written.
 
     Raises:
         ValueError: both shapes are named.
@@ -25,29 +25,36 @@ def check_source(source: Any, shape: tuple[int, int]) -> None:
     """
     found = tuple(source.shape)
     if found != shape:
-        raise ValueError(f"init has the shape {found}, the table has {shape}")
+        raise ValueError(f"{name} has the shape {found}, the table has {shape}")
     block = _block(source, 0, 1)
     if block.dtype.kind not in "fiu":
-        raise TypeError(f"init must hold real numbers, got {block.dtype}")
+        raise TypeError(f"{name} must hold real numbers, got {block.dtype}")
 
 
-def chunks(source: Any, layout: Layout, weight: slice, version: slice) -> Iterator[np.ndarray]:
-    """Yield the content of every chunk file: these weights, state zero, version 1.
+def chunks(
+    sources: Sequence[tuple[slice, Any]],
+    constants: Sequence[tuple[slice, float]],
+    layout: Layout,
+) -> Iterator[np.ndarray]:
+    """Yield the content of every chunk file: these fields, the others zero, of every row.
 
     The same ``(chunk_rows, W)`` buffer is yielded again and again.
 
     Args:
-        source: ``(N, D)``: a tensor, an array, a memmap, a zarr array; read once, by slices.
+        sources: columns of a field and its ``(N, columns)``: a tensor, an array, a memmap, a zarr
+            array; each is read once, by slices.
+        constants: columns, and the number that all rows have there.
         layout: the table's.
-        weight, version: columns of these fields.
     """
     buffer = page_aligned(layout.chunk_bytes)
     chunk = buffer.view(layout.dtype).reshape(layout.chunk_rows, layout.width)
     starts = range(0, layout.num_embeddings, layout.chunk_rows)
     for start in progress(starts, "importing rows", "chunk"):
         stop = min(start + layout.chunk_rows, layout.num_embeddings)
-        chunk[: stop - start, weight] = _block(source, start, stop)
-        chunk[: stop - start, version] = 1
+        for span, value in constants:
+            chunk[: stop - start, span] = value
+        for span, source in sources:
+            chunk[: stop - start, span] = _block(source, start, stop)
         chunk[stop - start :] = 0
         yield chunk
 

@@ -44,7 +44,7 @@ def close_dropped(table: Table, optimizer: TableOptimizer) -> None:
     """Close a table whose module is gone: nobody is there to mend a hyper-parameter."""
     try:
         param_groups = optimizer.kept_param_groups()
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         warnings.warn(f"{table.store.path}: {error}; the last ones stay", stacklevel=2)
         param_groups = table.manifest.commit.param_groups
     try:

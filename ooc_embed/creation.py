@@ -5,11 +5,11 @@ All checks come before the first write.
 
 from __future__ import annotations
 
-import math
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ import torch
 
 from . import bulk, initializers, rules
 from ._version import __version__
+from .arguments import LayerArguments
 from .log import LogState
 from .manifest import VERSION_FIELD, Commit, Layout, Manifest, record_fields
-from .optimizer import TableOptimizer
+from .optimizer import first_group
 from .store import Store
 from .table import Table, field_spans
 
@@ -27,20 +28,30 @@ from .table import Table, field_spans
 def create_table(
     path: Path,
     shape: tuple[int, int],
+    arguments: LayerArguments,
     *,
     padding_idx: int | None,
     rule: rules.Rule,
+    group_options: Mapping[str, Any],
     init: Any,
     seed: int,
     dtype: torch.dtype,
-    max_norm: float | None,
-    norm_type: float,
-    scale_grad_by_freq: bool,
     cache_bytes: int | str,
     chunk_rows: int | None,
     overwrite: bool,
+    state: Mapping[str, Any] = MappingProxyType({}),
+    step: int = 0,
 ) -> Table:
-    """Create a store and open it; the arguments are those of `DiskEmbedding`.
+    """Create a store and open it; the other arguments are those of `DiskEmbedding`.
+
+    Args:
+        path: where.
+        shape: ``(num_embeddings, embedding_dim)``.
+        arguments: what the store keeps of the layer's.
+        group_options: what the first param group has beside the rule's values.
+        state: fields of the optimizer to begin with, name to ``(N, columns)``, beside an ``init``
+            of the full shape.
+        step: steps taken already.
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing is written.
@@ -53,12 +64,16 @@ def create_table(
         raise TypeError(
             f"optimizer must be a rule such as ooc_embed.SparseAdam(lr=1e-3), got {rule!r}"
         )
+    group = first_group(rule, group_options)
     num_embeddings, embedding_dim = shape
-    source = init if hasattr(init, "shape") else None
-    if source is not None:
-        bulk.check_source(source, shape)
-    start = initializers.Zeros() if source is not None else initializers.from_name(init)
     fields = record_fields(embedding_dim, rule)
+    sources = dict(state)
+    if hasattr(init, "shape"):
+        sources["weight"] = init
+    for name, source in sources.items():
+        title = "init" if name == "weight" else name
+        bulk.check_source(title, source, (num_embeddings, fields[name]))
+    start = initializers.Zeros() if sources else initializers.from_name(init)
     manifest = Manifest(
         table_id=str(uuid.uuid4()),
         num_embeddings=num_embeddings,
@@ -69,21 +84,22 @@ def create_table(
         rule=rules.to_json(rule),
         init=initializers.to_json(start),
         seed=_seed(seed),
-        module={
-            "max_norm": None if max_norm is None else _number("max_norm", max_norm),
-            "norm_type": _number("norm_type", norm_type),
-            "scale_grad_by_freq": bool(scale_grad_by_freq),
-        },
-        commit=_creation(rule, embedding_dim, 0 if source is None else num_embeddings),
+        module=arguments,
+        commit=_creation([group], step, num_embeddings if sources else 0),
     )
+
+    manifest.check()
 
     def rows(layout: Layout) -> Iterable[np.ndarray]:
         spans = field_spans(fields)
-        return bulk.chunks(source, layout, spans["weight"], spans[VERSION_FIELD])
+        constants = {**rule.initial(), VERSION_FIELD: 1.0}
+        return bulk.chunks(
+            [(spans[name], source) for name, source in sources.items()],
+            [(spans[name], value) for name, value in constants.items()],
+            layout,
+        )
 
-    store = Store.create(
-        path, manifest, chunk_rows, None if source is None else rows, overwrite=overwrite
-    )
+    store = Store.create(path, manifest, chunk_rows, rows if sources else None, overwrite=overwrite)
     try:
         table = Table(store, cache_bytes)
         store.name_holder()
@@ -93,13 +109,13 @@ def create_table(
         raise
 
 
-def _creation(rule: rules.Rule, dim: int, rows_written: int) -> Commit:
+def _creation(param_groups: list[dict[str, Any]], step: int, rows_written: int) -> Commit:
     """The commit that a table begins with."""
     return Commit(
         number=0,
-        step=0,
+        step=step,
         rows_written=rows_written,
-        param_groups=TableOptimizer(rule, dim, None).kept_param_groups(),
+        param_groups=param_groups,
         logs=(LogState(0),),
         created=time.time(),
         library=__version__,
@@ -130,14 +146,6 @@ def check_cache(cache_bytes: int | str) -> None:
 def _check_integer(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an integer, got {value!r}")
-
-
-def _number(name: str, value: float) -> float:
-    if not isinstance(value, (int, float)):
-        raise TypeError(f"{name} must be a number, got {value!r}")
-    if math.isnan(value):
-        raise ValueError(f"{name} must be a number, got {value}")
-    return float(value)
 
 
 def _padding(padding_idx: int | None, num_embeddings: int) -> int | None:

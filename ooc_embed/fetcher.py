@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from . import initializers
@@ -25,6 +27,7 @@ class RowFetcher:
         evictor: makes room in the cache.
         weight: columns of the weight in a record.
         version: column of the version.
+        state: columns of new rows that do not begin as zeros, and as what.
         counters: where hits and misses are counted.
 
     Attributes:
@@ -38,6 +41,7 @@ class RowFetcher:
         evictor: Evictor,
         weight: slice,
         version: int,
+        state: Sequence[tuple[slice, float]],
         counters: Counters,
     ) -> None:
         layout = storage.store.layout
@@ -48,6 +52,7 @@ class RowFetcher:
         self._weight = weight
         self._version = version
         self._counters = counters
+        self._state = state
         self._init = initializers.from_json(storage.manifest.init)
         # Of the last `fetch`: the rows, their slots, and the cache's departures by then.
         self._fetched = (no_rows := torch.empty(0, dtype=torch.int64, device="cpu"), no_rows, 0)
@@ -116,6 +121,8 @@ class RowFetcher:
             if manifest.padding_idx is not None:
                 values[new == manifest.padding_idx] = 0
             records[fresh, self._weight] = values
+            for span, value in self._state:
+                records[fresh, span] = value
         return records
 
     def fetch(self, rows: torch.Tensor, *, counted: bool = False) -> torch.Tensor:

@@ -39,7 +39,9 @@ def shares_threads() -> bool:
 
 def fused_step(rule: Rule) -> FusedStep | None:
     """The compiled step of a rule whose records are ``[weight | fields | version]``, if any."""
-    return _sparse_adam if type(rule) is SparseAdam else None
+    if isinstance(rule, SparseAdam) and rule.bias_correction == "table":
+        return _sparse_adam
+    return None
 
 
 def _sparse_adam(
@@ -57,7 +59,12 @@ def _sparse_adam(
         raise ValueError(f"records of {dim} weights must be contiguous, got {records.stride()}")
     if slots.dtype is not torch.int64 or grads.dtype is not records.dtype:
         raise TypeError(f"slots are {slots.dtype}, gradients {grads.dtype} for {records.dtype}")
-    scalars = torch.tensor([sign, 1 - beta1, 1 - beta2, size, group["eps"]], dtype=records.dtype)
+    keep = 1 - float(group["lr"]) * group["row_weight_decay"]
+    scalars = torch.tensor(
+        [sign, 1 - beta1, 1 - beta2, size, group["eps"], keep],
+        dtype=records.dtype,
+        device="cpu",
+    )
     arrays = [records, slots.contiguous(), grads.contiguous(), scalars]
     addresses = [array.data_ptr() for array in arrays]
     job = np.array([*addresses, len(slots), len(records), dim, 0, 0], dtype=np.int64)
@@ -124,7 +131,7 @@ def _adam_kernel(dtype: type[np.floating[Any]]) -> Any:
         records = numba.carray(_pointer(job[0]), (job[5], 3 * dim + 1), dtype)
         slots = numba.carray(_pointer(job[1]), count, np.int64)
         grads = numba.carray(_pointer(job[2]), (count, dim), dtype)
-        sign, rest1, rest2, size, eps = numba.carray(_pointer(job[3]), 5, dtype)
+        sign, rest1, rest2, size, eps, keep = numba.carray(_pointer(job[3]), 6, dtype)
         fresh = 0
         start = _fetch_add(address + _NEXT, _CLAIM)
         while start < count:
@@ -135,7 +142,7 @@ def _adam_kernel(dtype: type[np.floating[Any]]) -> Any:
                     first = (value - first) * rest1 + first
                     second = (value * value - second) * rest2 + second
                     record[dim + j], record[2 * dim + j] = first, second
-                    record[j] -= size * (first / (np.sqrt(second) + eps))
+                    record[j] = record[j] * keep - size * (first / (np.sqrt(second) + eps))
                 fresh += record[3 * dim] == 0
                 record[3 * dim] += 1
             start = _fetch_add(address + _NEXT, _CLAIM)

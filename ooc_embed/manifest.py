@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import numpy as np
 
-from . import initializers, rules
+from . import gradients, initializers, rules
+from .arguments import LayerArguments
 from .errors import FormatError
 from .log import ALIGNMENT, LogShape, LogState
 
@@ -53,8 +53,9 @@ class Manifest:
     Args:
         table_id: a uuid that stays with the table.
         fields: field name to columns, in the order of a record.
-        rule, init, module: plain descriptions of the optimizer rule, of the initial rows and of the
-            layer's arguments; this module passes them through.
+        rule, init: plain descriptions of the optimizer rule and of the initial rows; this module
+            passes them through.
+        module: the layer's arguments.
         checksums: crc32 of each chunk file that exists.
     """
 
@@ -67,7 +68,7 @@ class Manifest:
     rule: dict[str, Any]
     init: dict[str, Any]
     seed: int
-    module: dict[str, Any]
+    module: LayerArguments
     commit: Commit
     checksums: dict[int, int] = field(default_factory=dict)
 
@@ -92,11 +93,7 @@ class Manifest:
             "rule": self.rule,
             "init": self.init,
             "seed": self.seed,
-            "module": {
-                # JSON has no infinity, and norm_type may be one.
-                name: str(value) if value in (math.inf, -math.inf) else value
-                for name, value in self.module.items()
-            },
+            "module": self.module.to_json(),
             "chunk_crc32": {str(index): crc for index, crc in sorted(self.checksums.items())},
             "commits": [
                 {
@@ -141,23 +138,19 @@ class Manifest:
                 rule=dict(value["rule"]),
                 init=dict(value["init"]),
                 seed=_integer(value["seed"], -(2**63)),
-                module={
-                    "max_norm": _optional(_number, value["module"]["max_norm"]),
-                    "norm_type": _number(value["module"]["norm_type"]),
-                    "scale_grad_by_freq": bool(value["module"]["scale_grad_by_freq"]),
-                },
+                module=LayerArguments.from_json(value["module"]),
                 commit=_commit(value["commits"][-1]),
                 checksums={
                     _integer(int(index)): _integer(crc)
                     for index, crc in value["chunk_crc32"].items()
                 },
             )
-            manifest._check()
+            manifest.check()
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise FormatError(f"the manifest is damaged: {error!r}") from error
         return manifest
 
-    def _check(self) -> None:
+    def check(self) -> None:
         """Raise a ValueError where parts of the manifest contradict each other."""
         rule = rules.from_json(self.rule)
         initializers.from_json(self.init)
@@ -174,7 +167,9 @@ class Manifest:
         if generations not in ([generations[0]], [generations[0], generations[0] + 1]):
             raise ValueError(f"log generations {generations} are not one or two in a row")
         for group in self.commit.param_groups:
+            group = {**rules.hyperparameters(rule), **gradients.GRADIENT_OPTIONS, **group}
             rules.check_group(rule, group)
+            gradients.check_options(group)
 
 
 def record_fields(dim: int, rule: rules.Rule) -> dict[str, int]:
@@ -206,8 +201,6 @@ def _integer(value: Any, low: int = 0) -> int:
 
 
 def _number(value: Any) -> float:
-    if value in ("inf", "-inf"):
-        return float(value)
     if type(value) not in (int, float):
         raise ValueError(f"{value!r} is no number")
     return float(value)

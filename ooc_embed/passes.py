@@ -7,7 +7,6 @@ there is no flag to reset.
 
 from __future__ import annotations
 
-import math
 import sys
 import threading
 import weakref
@@ -15,14 +14,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, TypeVar, cast
 
-import numpy as np
 import torch
 from torch.autograd import Variable
 
-from . import rules
+from .gradients import coalesce, segment_sum, sort_rows
 from .interrupts import uninterrupted
 from .optimizer import TableOptimizer
-from .table import Prepared, Table
+from .table import Table
 
 # No WeakValueDictionary: its clean-up is Python code inside autograd, which loses a Ctrl-C there.
 _passes: dict[int, weakref.ref[Pass]] = {}
@@ -68,8 +66,7 @@ class Staged:
             ``autograd.grad`` or ``backward(inputs=...)`` for other tensors.
     """
 
-    def __init__(self, table: Table, optimizer: TableOptimizer) -> None:
-        self.table = table
+    def __init__(self, optimizer: TableOptimizer) -> None:
         self.optimizer = optimizer
         self.blocks: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.armed = False
@@ -85,24 +82,32 @@ class Pass:
     def finish(self) -> None:
         """Step every armed table once: first all that can fail, then all changes in memory."""
         armed = [staged for staged in self.staged.values() if staged.armed and staged.blocks]
-        armed.sort(key=lambda staged: id(staged.table))
+        armed.sort(key=lambda staged: id(staged.optimizer.table))
+        now = [staged for staged in armed if not staged.optimizer.waits]
+        later = [staged for staged in armed if staged.optimizer.waits]
         with torch.no_grad(), ExitStack() as held:
-            for staged in armed:
-                held.enter_context(staged.table.writing())
-            prepared = [self._prepare(staged) for staged in armed]
+            for staged in now:
+                held.enter_context(staged.optimizer.table.writing())
+            prepared = [
+                (staged.optimizer, staged.optimizer.prepare(*coalesce(staged.blocks)))
+                for staged in now
+            ]
             with uninterrupted():
-                for staged, step in zip(armed, prepared, strict=True):
-                    staged.table.apply(step, staged.optimizer.param_groups[0])
-        for staged in armed:
-            staged.optimizer.step()
-
-    @staticmethod
-    def _prepare(staged: Staged) -> Prepared:
-        rows, grads = coalesce(staged.blocks)
-        _check_finite(rows, grads)
-        group = staged.optimizer.param_groups[0]
-        rules.check_group(staged.table.rule, group)
-        return staged.table.prepare(rows, grads, group)
+                for optimizer, step in prepared:
+                    if step is not None:
+                        optimizer.apply(step)
+            for staged in later:
+                staged.optimizer.stage(*coalesce(staged.blocks))
+        for optimizer, step in prepared:
+            if step is not None:
+                optimizer.step()
+        scaled = [each.optimizer for each in later if each.optimizer.step_on == "backward"]
+        try:
+            for optimizer in scaled:
+                optimizer.step_scaled()
+        finally:
+            for optimizer in scaled:
+                optimizer.zero_grad()
 
 
 # Takes unique rows (m,) and for each id the index of its row (n,); gives the ids' weights (n, D).
@@ -193,7 +198,7 @@ def _running(number: int) -> Pass | None:
     return None if entry is None else entry()
 
 
-def stage(table: Table, optimizer: TableOptimizer, rows: torch.Tensor, grads: torch.Tensor) -> None:
+def stage(optimizer: TableOptimizer, rows: torch.Tensor, grads: torch.Tensor) -> None:
     """Add a lookup's rows and gradients to the running pass."""
     number = current_pass()
     with _passes_lock:
@@ -204,7 +209,7 @@ def stage(table: Table, optimizer: TableOptimizer, rows: torch.Tensor, grads: to
             running = Pass()
             _passes[number] = weakref.ref(running)
             _at_the_end(running.finish)
-        staged = running.staged.setdefault(id(table), Staged(table, optimizer))
+        staged = running.staged.setdefault(id(optimizer.table), Staged(optimizer))
         staged.blocks.append((rows, grads))
 
 
@@ -214,82 +219,3 @@ def arm(table: Table) -> None:
         running = _running(current_pass())
     if running is not None and id(table) in running.staged:
         running.staged[id(table)].armed = True
-
-
-def segment_sum(values: torch.Tensor, order: torch.Tensor, bounds: torch.Tensor) -> torch.Tensor:
-    """Sum rows of ``values`` over segments of ``order``, always in the same order.
-
-    Args:
-        values: ``(n, D)``.
-        order: ``(n,)`` rows of ``values``.
-        bounds: ``(m + 1,)`` where in ``order`` each segment begins, and its end.
-
-    Returns:
-        ``(m, D)``.
-    """
-    if len(bounds) == 1:
-        return values.new_zeros(0, values.shape[1])
-    return torch.nn.functional.embedding_bag(
-        order, values, bounds, mode="sum", include_last_offset=True
-    )
-
-
-def sort_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Sort row ids and find equal ones.
-
-    Args:
-        rows: ``(n,) int64``, none negative.
-
-    Returns:
-        The unique rows ``(m,)``; for each id the index of its unique row ``(n,)``; the stable order
-        ``(n,)`` that sorts the ids; where in it each unique row begins, and the end ``(m + 1,)``.
-    """
-    ordered, order = _stable_sort(rows.numpy())
-    is_bound = np.ones(len(ordered) + 1, dtype=np.bool_)
-    np.not_equal(ordered[1:], ordered[:-1], out=is_bound[1:-1])
-    bounds = np.flatnonzero(is_bound)
-    inverse = np.empty_like(order)
-    inverse[order] = np.cumsum(is_bound[:-1]) - 1
-    unique = ordered[bounds[:-1]]
-    return (
-        torch.from_numpy(unique),
-        torch.from_numpy(inverse),
-        torch.from_numpy(order),
-        torch.from_numpy(bounds),
-    )
-
-
-def _stable_sort(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Sort ids and say from where each came, equal ones in their old order.
-
-    Id and place in one integer sort several times faster than ids with an order beside them.
-    """
-    place_bits = len(rows).bit_length()
-    if not len(rows) or int(rows.max()) >= 1 << (62 - place_bits):
-        order = np.argsort(rows, kind="stable")
-        return rows[order], order
-    packed = (rows << place_bits) | np.arange(len(rows))
-    packed.sort()
-    return packed >> place_bits, packed & ((1 << place_bits) - 1)
-
-
-def coalesce(
-    blocks: list[tuple[torch.Tensor, torch.Tensor]],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One gradient a row: the update is not linear in it, so duplicates must be summed first."""
-    if len(blocks) == 1:
-        return blocks[0]
-    unique, _, order, bounds = sort_rows(torch.cat([rows for rows, _ in blocks]))
-    return unique, segment_sum(torch.cat([grads for _, grads in blocks]), order, bounds)
-
-
-def _check_finite(rows: torch.Tensor, grads: torch.Tensor) -> None:
-    # Where the sum is finite, all are: infinities and NaN do not leave a sum.
-    if math.isfinite(grads.sum().item()):
-        return
-    bad = rows[~torch.isfinite(grads).all(dim=1)]
-    if len(bad):
-        raise FloatingPointError(
-            f"the gradient of {len(bad)} rows is not finite (row {int(bad[0])} first). No table of "
-            f"this backward has stepped; it would have kept NaN in its moments for good"
-        )

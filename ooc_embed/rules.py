@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import numpy as np
@@ -13,7 +13,61 @@ from torch.optim.adam import adam
 
 
 @dataclass(frozen=True)
-class SparseAdam:
+class Rule:
+    """What a table does with the gradients of a batch. Use one of its subclasses.
+
+    Attributes:
+        name: what a store calls it.
+        padded: whether `update` takes rows padded to whole vectors, see `blocks`.
+    """
+
+    name: ClassVar[str] = ""
+    padded: ClassVar[bool] = False
+    lr: float | torch.Tensor = 1e-3
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _check_kind(field.name, getattr(self, field.name), field.default)
+        if not 0.0 < float(self.lr):
+            raise ValueError(f"lr must be greater than 0, got {float(self.lr)}")
+        self.check(hyperparameters(self))
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        """See that hyper-parameters other than lr are in their ranges.
+
+        Raises:
+            ValueError: one is not.
+        """
+
+    def fields(self, dim: int) -> dict[str, int]:
+        """The state that a row of ``dim`` weights needs: field name to columns."""
+        raise NotImplementedError
+
+    def initial(self) -> dict[str, float]:
+        """The fields that do not begin as zeros, and as what."""
+        return {}
+
+    def update(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        step: int,
+        group: Mapping[str, Any],
+    ) -> None:
+        """Step ``(n, dim)`` rows in place.
+
+        Args:
+            weight, grad: the rows and the summed gradients; the gradients stay as they are.
+            state: the fields, each ``(n, columns)``.
+            step: number of this step, from 1.
+            group: the hyper-parameters in force, a param group of the table's optimizer.
+        """
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class SparseAdam(Rule):
     """Adam on the rows of the batch, with the numbers of ``torch.optim.SparseAdam``.
 
     A row moves only in steps that looked it up. All rows share one step count, and ``eps`` is added
@@ -24,6 +78,10 @@ class SparseAdam:
         betas: decay of the running averages of the gradient and of its square.
         eps: added to the root of the second moment.
         maximize: ascend instead of descend.
+        row_weight_decay: each step shrinks the rows of its batch, and no others, by ``lr`` times
+            this, before all else, as ``torch.optim.AdamW`` does with every row.
+        bias_correction: ``"table"``, by the table's steps, as torch; or ``"row"``, by the steps of
+            each row, which a field ``step`` counts: a rare row's first step is as large as any.
 
     Raises:
         ValueError: a value outside its range.
@@ -32,30 +90,28 @@ class SparseAdam:
     """
 
     name: ClassVar[str] = "SparseAdam"
-    lr: float | torch.Tensor = 1e-3
+    padded: ClassVar[bool] = True
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     maximize: bool = False
+    row_weight_decay: float = 0.0
+    bias_correction: str = "table"
 
-    def __post_init__(self) -> None:
-        if isinstance(self.lr, torch.Tensor) and self.lr.numel() != 1:
-            raise ValueError(f"a tensor lr must have one element, got {self.lr.numel()}")
-        if not 0.0 < float(self.lr):
-            raise ValueError(f"lr must be greater than 0, got {float(self.lr)}")
-        self.check_ranges(self.betas, self.eps)
-
-    @staticmethod
-    def check_ranges(betas: tuple[float, float], eps: float) -> None:
-        """Raise a ValueError unless these are values of the rule."""
-        if not 0.0 < eps:
-            raise ValueError(f"eps must be greater than 0, got {eps}")
-        beta1, beta2 = betas
+    def check(self, values: Mapping[str, Any]) -> None:
+        if not 0.0 < values["eps"]:
+            raise ValueError(f"eps must be greater than 0, got {values['eps']}")
+        beta1, beta2 = values["betas"]
         if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {betas}")
+            raise ValueError(f"betas must be two numbers in [0, 1), got {values['betas']}")
+        _check_not_negative(values, "row_weight_decay")
+        if values["bias_correction"] not in ("table", "row"):
+            raise ValueError(
+                f"bias_correction must be 'table' or 'row', got {values['bias_correction']!r}"
+            )
 
     def fields(self, dim: int) -> dict[str, int]:
-        """The state that a row of ``dim`` weights needs: field name to columns."""
-        return {"exp_avg": dim, "exp_avg_sq": dim}
+        own = {"step": 1} if self.bias_correction == "row" else {}
+        return {"exp_avg": dim, "exp_avg_sq": dim, **own}
 
     def update(
         self,
@@ -65,14 +121,12 @@ class SparseAdam:
         step: int,
         group: Mapping[str, Any],
     ) -> None:
-        """Step ``(n, dim)`` contiguous rows in place.
-
-        Args:
-            weight, grad: the rows and the summed gradients.
-            state: the fields, each ``(n, dim)``.
-            step: number of this step, from 1.
-            group: the hyper-parameters in force, a param group of the table's optimizer.
-        """
+        lr = float(group["lr"])
+        if group["row_weight_decay"]:
+            weight.mul_(1 - lr * group["row_weight_decay"])
+        if self.bias_correction == "row":
+            self._update_by_row(weight, grad, state, group)
+            return
         beta1, beta2 = group["betas"]
         # The dense kernel adds eps after the bias correction: this eps makes it SparseAdam's.
         eps = group["eps"] / math.sqrt(1.0 - beta2**step)
@@ -87,19 +141,190 @@ class SparseAdam:
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=float(group["lr"]),
+            lr=lr,
             weight_decay=0.0,
             eps=eps,
             maximize=group["maximize"],
         )
 
+    @staticmethod
+    def _update_by_row(
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        group: Mapping[str, Any],
+    ) -> None:
+        beta1, beta2 = group["betas"]
+        steps = state["step"][:, :1]
+        steps += 1
+        number = steps.double()
+        size = float(group["lr"]) * (1 - beta2**number).sqrt() / (1 - beta1**number)
+        grad = _ascending(grad, group)
+        first, second = state["exp_avg"], state["exp_avg_sq"]
+        first.add_(grad - first, alpha=1 - beta1)
+        second.add_(grad * grad - second, alpha=1 - beta2)
+        weight.sub_(size.to(weight.dtype) * (first / (second.sqrt() + group["eps"])))
 
-Rule = SparseAdam
-_RULES: dict[str, type[Rule]] = {SparseAdam.name: SparseAdam}
+
+@dataclass(frozen=True)
+class SGD(Rule):
+    """Stochastic gradient descent on the rows of the batch, as ``torch.optim.SGD``.
+
+    With momentum a row's buffer decays and moves it only in steps that looked it up.
+
+    Args:
+        lr: learning rate, a float or a one-element tensor.
+        momentum: decay of the running sum of gradients; 0 keeps no such field.
+        nesterov: look ahead along the momentum.
+        maximize: ascend instead of descend.
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Source: ``torch/optim/sgd.py``.
+    """
+
+    name: ClassVar[str] = "SGD"
+    momentum: float = 0.0
+    nesterov: bool = False
+    maximize: bool = False
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        _check_not_negative(values, "momentum")
+        if values["nesterov"] and not values["momentum"]:
+            raise ValueError("nesterov needs a momentum greater than 0")
+        if values["momentum"] and not self.momentum:
+            raise ValueError(
+                f"the table was created without momentum and has no field for {values['momentum']}"
+            )
+
+    def fields(self, dim: int) -> dict[str, int]:
+        return {"momentum_buffer": dim} if self.momentum else {}
+
+    def update(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        step: int,
+        group: Mapping[str, Any],
+    ) -> None:
+        grad = _ascending(grad, group)
+        if self.momentum:
+            momentum = state["momentum_buffer"].mul_(group["momentum"]).add_(grad)
+            grad = grad.add(momentum, alpha=group["momentum"]) if group["nesterov"] else momentum
+        weight.add_(grad, alpha=-float(group["lr"]))
+
+
+@dataclass(frozen=True)
+class Adagrad(Rule):
+    """Adagrad on the rows of the batch, with the numbers of ``torch.optim.Adagrad``.
+
+    Args:
+        lr: learning rate, a float or a one-element tensor.
+        lr_decay: step t uses ``lr / (1 + (t - 1) * lr_decay)``.
+        initial_accumulator_value: what the sums of squares begin with.
+        eps: added to the root of the sum.
+        maximize: ascend instead of descend.
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Source: Duchi, Hazan and Singer 2011; ``torch/optim/adagrad.py``, on sparse gradients.
+    """
+
+    name: ClassVar[str] = "Adagrad"
+    lr: float | torch.Tensor = 1e-2
+    lr_decay: float = 0.0
+    initial_accumulator_value: float = 0.0
+    eps: float = 1e-10
+    maximize: bool = False
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        for name in ("lr_decay", "initial_accumulator_value", "eps"):
+            _check_not_negative(values, name)
+        if values["initial_accumulator_value"] != self.initial_accumulator_value:
+            raise ValueError(
+                f"initial_accumulator_value was {self.initial_accumulator_value} at the table's "
+                f"creation, got {values['initial_accumulator_value']}"
+            )
+
+    def fields(self, dim: int) -> dict[str, int]:
+        return {"sum": dim}
+
+    def initial(self) -> dict[str, float]:
+        return {"sum": self.initial_accumulator_value}
+
+    def update(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        step: int,
+        group: Mapping[str, Any],
+    ) -> None:
+        grad = _ascending(grad, group)
+        total = state["sum"].add_(grad.square())
+        lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
+        weight.sub_(grad / (total.sqrt() + group["eps"]), alpha=lr)
+
+
+@dataclass(frozen=True)
+class RowwiseAdagrad(Rule):
+    """Adagrad with one sum a row: of the mean square of its gradients' elements.
+
+    Args:
+        lr: learning rate, a float or a one-element tensor.
+        eps: added to the root of the sum.
+        maximize: ascend instead of descend.
+
+    Raises:
+        ValueError: a value outside its range.
+
+    Source: ``EXACT_ROWWISE_ADAGRAD`` of FBGEMM; ``torchrec.optim.RowWiseAdagrad``.
+    """
+
+    name: ClassVar[str] = "RowwiseAdagrad"
+    lr: float | torch.Tensor = 1e-2
+    eps: float = 1e-8
+    maximize: bool = False
+
+    def check(self, values: Mapping[str, Any]) -> None:
+        _check_not_negative(values, "eps")
+
+    def fields(self, dim: int) -> dict[str, int]:
+        return {"sum": 1}
+
+    def update(
+        self,
+        weight: torch.Tensor,
+        grad: torch.Tensor,
+        state: Mapping[str, torch.Tensor],
+        step: int,
+        group: Mapping[str, Any],
+    ) -> None:
+        grad = _ascending(grad, group)
+        total = state["sum"].add_(grad.square().mean(dim=1, keepdim=True))
+        weight.sub_(grad / (total.sqrt() + group["eps"]), alpha=float(group["lr"]))
+
+
+_RULES: dict[str, type[Rule]] = {
+    rule.name: rule for rule in (SparseAdam, SGD, Adagrad, RowwiseAdagrad)
+}
+
+
+def _check_not_negative(values: Mapping[str, Any], name: str) -> None:
+    if not 0.0 <= values[name]:
+        raise ValueError(f"{name} must be 0 or greater, got {values[name]}")
+
+
+def _ascending(grad: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
+    """The gradient to descend by."""
+    return -grad if group["maximize"] else grad
 
 
 def to_json(rule: Rule) -> dict[str, Any]:
-    return {"name": rule.name, **{key: plain(value) for key, value in asdict(rule).items()}}
+    return {"name": rule.name, **{k: plain(v) for k, v in hyperparameters(rule).items()}}
 
 
 def from_json(value: Mapping[str, Any]) -> Rule:
@@ -112,6 +337,11 @@ def from_json(value: Mapping[str, Any]) -> Rule:
     return _RULES[arguments.pop("name")](**arguments)
 
 
+def hyperparameters(rule: Rule) -> dict[str, Any]:
+    """A rule's own values, as a param group holds them."""
+    return {field.name: getattr(rule, field.name) for field in fields(rule)}
+
+
 def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
     """See that a param group holds values of the rule's kinds and ranges; lr may have become 0.
 
@@ -119,18 +349,32 @@ def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
         KeyError, TypeError, ValueError: it does not.
     """
     for field in fields(rule):
-        _check_kind(field.name, group[field.name], getattr(rule, field.name))
-    rule.check_ranges(group["betas"], group["eps"])
+        value, first = group[field.name], getattr(rule, field.name)
+        _check_kind(field.name, value, first)
+        if isinstance(first, str) and value != first:
+            raise ValueError(
+                f"{field.name} was {first!r} when the table was created, got {value!r}"
+            )
+    if float(group["lr"]) < 0:
+        raise ValueError(f"lr must be 0 or greater, got {float(group['lr'])}")
+    rule.check(group)
 
 
 def _check_kind(key: str, value: Any, example: Any) -> None:
     if isinstance(example, tuple):
-        if len(value) != len(example):
-            raise ValueError(f"{key}={value!r} has not {len(example)} values")
+        if not isinstance(value, (tuple, list)) or len(value) != len(example):
+            raise ValueError(f"{key} must be {len(example)} numbers, got {value!r}")
         for item, of in zip(value, example, strict=True):
             _check_kind(key, item, of)
-    elif isinstance(value, bool) != isinstance(example, bool) or not math.isfinite(value):
-        raise ValueError(f"{key}={value!r} is no value like {example!r}")
+    elif isinstance(example, (str, bool)):
+        if not isinstance(value, type(example)):
+            raise TypeError(f"{key} must be like {example!r}, got {value!r}")
+    elif isinstance(value, torch.Tensor) and value.numel() != 1:
+        raise ValueError(f"a tensor {key} must have one element, got {value.numel()}")
+    elif isinstance(value, bool) or not isinstance(value, (int, float, np.generic, torch.Tensor)):
+        raise TypeError(f"{key} must be a number, got {value!r}")
+    elif not math.isfinite(value):
+        raise ValueError(f"{key} must be finite, got {value!r}")
 
 
 def plain(value: Any) -> Any:

@@ -93,6 +93,7 @@ class Table:
             self._evictor,
             self.spans["weight"],
             self._version,
+            [(self.spans[name], value) for name, value in self.rule.initial().items()],
             self.counters,
         )
 
@@ -301,9 +302,8 @@ class Table:
         return self._update.kernel
 
     @property
-    def mode(self) -> str:
-        """``"r+"`` for a writer, ``"r"`` for a reader."""
-        return "r+" if self._guard.writer else "r"
+    def read_only(self) -> bool:
+        return not self._guard.writer
 
     @property
     def closed(self) -> bool:

@@ -49,7 +49,7 @@ def test_pickle_carries_the_path_and_opens_read_only(make_table, stores):
     assert len(carried) < 10_000
     reader = pickle.loads(carried)
     stores.tables.append(reader)
-    assert (reader.path, reader.mode, reader.step) == (emb.path, "r", 2)
+    assert (reader.path, reader.read_only, reader.step) == (emb.path, True, 2)
     assert torch.equal(reader.weight[:], emb.weight[:])
     with pytest.raises((ooc_embed.StoreError, RuntimeError), match="mode|does not require grad"):
         reader(IDS).sum().backward()
@@ -74,11 +74,11 @@ def test_saved_module_is_read_in_another_process(make_table, tmp_path):
     torch.save(nn.Sequential(emb), file)
     read = (
         "import sys, torch; model = torch.load(sys.argv[1], weights_only=False);"
-        "print(model[0].mode, model[0].step, round(float(model(torch.tensor([1]))[0, 0]), 4))"
+        "print(model[0].read_only, model[0].step, round(float(model(torch.tensor([1]))[0, 0]), 4))"
     )
     command = [sys.executable, "-W", "error", "-c", read, str(file)]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert result.stdout.split() == ["r", "1", "-0.1"]
+    assert result.stdout.split() == ["True", "1", "-0.1"]
 
 
 FORK = """
@@ -119,7 +119,7 @@ def test_read_only_table_looks_up_and_does_not_train(make_table, open_table):
     emb.close()
     before = fingerprint(emb.path)
     reader = open_table(emb.path, mode="r")
-    assert (reader.mode, reader.step) == ("r", 2)
+    assert (reader.read_only, reader.step) == (True, 2)
     layer = nn.Linear(2, 1)
     with torch.no_grad():
         assert reader(IDS).shape == (4, 2)

@@ -16,7 +16,13 @@ from ooc_embed import SparseAdam, blocks
 
 fused = pytest.importorskip("ooc_embed.fused", reason="the compiled step needs the extra `fast`")
 
-GROUP = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "maximize": False}
+GROUP = {
+    "lr": 0.01,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "maximize": False,
+    "row_weight_decay": 0.0,
+}
 
 
 def numpy_step(records, slots, grads, step, group):

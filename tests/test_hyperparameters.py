@@ -33,9 +33,7 @@ def test_hyperparameters_are_restored(make_table, open_table):
     assert group["maximize"] is True
 
 
-@pytest.mark.parametrize(
-    "option", ["weight_decay", "row_weight_decay", "amsgrad", "lr_", "foreach", "step_on"]
-)
+@pytest.mark.parametrize("option", ["weight_decay", "amsgrad", "lr_", "foreach", "step_on"])
 def test_option_that_the_rule_lacks_is_a_type_error(option):
     with pytest.raises(TypeError, match=option):
         ooc_embed.SparseAdam(**{option: 1})

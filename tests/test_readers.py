@@ -177,7 +177,7 @@ def test_what_a_reader_looks_up_is_what_plain_zarr_reads_after_a_flush(trained: 
 
 def everything_a_reader_does(path: Path) -> None:
     with read(path) as reader:
-        assert reader.mode == "r"
+        assert reader.read_only
         reader(torch.arange(0, workload.ROWS, 3))
         reader.weight[:]
         for _, block in reader.weight.blocks():

@@ -68,17 +68,22 @@ SCHEDULERS = {
 }
 
 
+@pytest.mark.parametrize("step_on", ["backward", "optimizer"])
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
-def test_schedulers_drive_the_table_as_they_drive_torchs_without_a_warning(make_table, make):
+def test_schedulers_drive_the_table_as_they_drive_torchs_without_a_warning(
+    make_table, make, step_on
+):
     initial = torch.randn(10, 2, dtype=torch.float64)
     rule = ooc_embed.SparseAdam(lr=0.1)
-    emb = make_table(init=initial, dtype=torch.float64, optimizer=rule)
+    emb = make_table(init=initial, dtype=torch.float64, optimizer=rule, step_on=step_on)
     ram = RamTable(initial, lr=0.1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ours, theirs = make(emb.optimizer), make(ram.optimizer)
         for _ in range(8):
             train_both(emb, ram, lambda lookup: lookup(IDS).pow(2).sum())
+            if step_on == "optimizer":
+                emb.optimizer.step()
             ours.step()
             theirs.step()
             assert ours.get_last_lr() == theirs.get_last_lr()

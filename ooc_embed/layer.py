@@ -1,0 +1,258 @@
+"""What layers over a table have in common: how they come into being, look up, and are searched.
+
+Knows torch and a Table; knows no file and no slot, and has no forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import nn
+
+from . import checkpoint, conversion, creation, passes, rules, search, sources
+from .ids import check_range, flat_ids
+from .module import TableModule
+from .optimizer import TableOptimizer
+from .progress import progress
+from .table import Table
+
+_SEARCHED_ROWS = 1 << 15
+
+
+class DiskLayer(TableModule):
+    """A module over a table on disk; `DiskEmbedding` and `DiskEmbeddingBag` add ``forward``."""
+
+    # What it takes the place of.
+    _in_ram: ClassVar[type[nn.Embedding] | type[nn.EmbeddingBag]]
+
+    @classmethod
+    def open(cls, path: str | Path, mode: str = "r+", *, cache_bytes: int | str = "auto") -> Self:
+        """Go on with the store at ``path``: same step, moments and hyper-parameters.
+
+        Args:
+            path: the folder of a store.
+            mode: ``"r+"`` trains, one writer at a time. ``"r"`` reads exactly the commit that is
+                the newest now, for as long as it is open, beside a writer or not.
+            cache_bytes: memory for hot rows of a writer.
+
+        Raises:
+            FileNotFoundError: there is nothing.
+            FormatError: there is something else.
+            CorruptStoreError: a file is missing, short, or fails its checksum.
+            LockedError: another writer has it open.
+        """
+        creation.check_cache(cache_bytes)
+        self = cls.__new__(cls)
+        self._adopt(Table.open(Path(path).absolute(), mode, cache_bytes))
+        return self
+
+    def _adopt(self, table: Table) -> None:
+        super().__init__()
+        manifest = table.manifest
+        self._table = table
+        self.num_embeddings = manifest.num_embeddings
+        self.embedding_dim = manifest.embedding_dim
+        self.padding_idx = manifest.padding_idx
+        self.max_norm = manifest.module.max_norm
+        self.norm_type = manifest.module.norm_type
+        self.scale_grad_by_freq = manifest.module.scale_grad_by_freq
+        self.sparse = True
+        self.optimizer = TableOptimizer(
+            table, manifest.commit.param_groups, manifest.module.step_on
+        )
+        self.anchor = nn.Parameter(torch.empty(0, dtype=table.dtype))
+        self._hook_anchor()
+        self.anchor.requires_grad_(not self.read_only)
+        self._finalizer = weakref.finalize(self, checkpoint.close_dropped, table, self.optimizer)
+
+    def _hook_anchor(self) -> None:
+        """Have the anchor say which backward passes are steps; again if it was replaced."""
+        self._hooked = weakref.ref(self.anchor)
+        table_of = weakref.ref(self._table)
+        self.anchor.register_post_accumulate_grad_hook(lambda anchor: _arm(table_of()))
+
+    def __reduce__(self) -> Any:
+        """Pickling carries the path: the copy opens read-only, at the newest commit."""
+        return (type(self).open, (str(self.path), "r"))
+
+    # Coming from torch's layers, and going back
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        embeddings: Any,
+        freeze: bool = True,
+        *,
+        path: str | Path,
+        key: str | None = None,
+        **options: Any,
+    ) -> Self:
+        """Create a table of given rows, which are streamed in with progress.
+
+        Args:
+            embeddings: ``(N, D)``: a tensor, an array, a memmap, a zarr array; or the path of a
+                ``.npy`` file, of a ``.safetensors`` file (extra ``safetensors``) or a zarr folder.
+            freeze: do not train it, as ``torch.nn.Embedding.from_pretrained``;
+                ``requires_grad_(True)`` changes that. The store does not keep it.
+            path: the folder of the store.
+            key: the tensor's name in its file, where there are several.
+            options: the constructor's other arguments by name; ``dtype`` is float64 if the rows
+                are, else float32. A padding row keeps its value.
+
+        Raises:
+            FileNotFoundError, ValueError, TypeError, ImportError: no ``(N, D)`` numbers there.
+        """
+        source = sources.open_source(embeddings, key, apart_from=Path(path))
+        if len(source.shape) != 2:
+            raise ValueError(f"embeddings must have the shape (N, D), got {tuple(source.shape)}")
+        if str(getattr(source, "dtype", "")).endswith("float64"):
+            options.setdefault("dtype", torch.float64)
+        self = cls(*source.shape, path=path, init=source, **options)
+        self.requires_grad_(not freeze)
+        return self
+
+    @classmethod
+    def from_embedding(
+        cls,
+        embedding: nn.Embedding | nn.EmbeddingBag,
+        optimizer: torch.optim.Optimizer | rules.Rule | None = None,
+        *,
+        path: str | Path,
+        cache_bytes: int | str = "auto",
+        step_on: str = "backward",
+        overwrite: bool = False,
+        chunk_rows: int | None = None,
+    ) -> Self:
+        """Create a table that goes on where a layer in RAM is.
+
+        Args:
+            embedding: its weights and arguments are taken.
+            optimizer: the ``torch.optim.SparseAdam`` that trained it, whose moments, step and
+                hyper-parameters are taken too; or a rule to begin anew.
+            path, cache_bytes, step_on, overwrite, chunk_rows: as of the constructor.
+
+        Raises:
+            TypeError: a layer of another kind, or an optimizer whose numbers no rule here has.
+            ValueError: the optimizer does not have the layer's weight.
+        """
+        if not isinstance(embedding, cls._in_ram):
+            raise TypeError(f"{cls.__name__} comes from {cls._in_ram.__name__}, got {embedding}")
+        table = conversion.to_disk(
+            embedding,
+            optimizer,
+            Path(path).absolute(),
+            cache_bytes=cache_bytes,
+            step_on=step_on,
+            overwrite=overwrite,
+            chunk_rows=chunk_rows,
+        )
+        self = cls.__new__(cls)
+        self._adopt(table)
+        return self.train(embedding.training).requires_grad_(embedding.weight.requires_grad)
+
+    # Looking up
+
+    def _look_up(
+        self, ids: torch.Tensor, device: torch.device, stage: passes.StageGradient
+    ) -> torch.Tensor:
+        """Rows that backward trains.
+
+        Args:
+            ids: ``(n,) int64``, checked.
+            device: where they are wanted.
+            stage: what backward gives their gradients to.
+
+        Returns:
+            ``(n, embedding_dim)``, of the anchor's dtype.
+        """
+        # Evaluation must not write, and bringing rows into the cache can push others to disk.
+        learning = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
+        if self.anchor.requires_grad and self._hooked() is not self.anchor:
+            self._hook_anchor()
+        look_up = self._table.lookup if learning else self._table.weights
+        out: torch.Tensor = passes.Lookup.apply(  # type: ignore[no-untyped-call]
+            self.anchor, ids, device, self._renormalizing(look_up), stage
+        )
+        return out.to(self.anchor.dtype)
+
+    def _renormalizing(self, look_up: Callable[..., torch.Tensor]) -> passes.FetchWeights:
+        """A way to look rows up that scales them down to ``max_norm`` first, if there is one."""
+        max_norm, table, norm_type = self.max_norm, self._table, self.norm_type
+        if max_norm is None:
+            return look_up
+
+        def fetch(rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+            table.renormalize(rows, max_norm, norm_type)
+            return look_up(rows, inverse, counted=False)
+
+        return fetch
+
+    def prefetch(self, rows: torch.Tensor) -> None:
+        """Have rows that are not in the cache read from disk into the system's page cache.
+
+        It returns before they are there, changes nothing, and does not wait for other threads that
+        use the table. `lookahead` calls it.
+
+        Args:
+            rows: ``(*)`` int32 or int64 ids.
+
+        Raises:
+            TypeError, IndexError: as `forward`.
+            StoreError: the table is closed, or this is a forked child.
+        """
+        ids = flat_ids(rows)
+        check_range(ids, self.num_embeddings)
+        self._table.prefetch(ids)
+
+    def _stage(self, grads: torch.Tensor, rows: torch.Tensor, bounds: torch.Tensor) -> None:
+        """Give a lookup's gradients, ``(m, D)``, to the running backward pass."""
+        if self.padding_idx is not None:
+            kept = rows != self.padding_idx
+            if not kept.all():
+                rows, grads = rows[kept], grads[kept]
+        passes.stage(self.optimizer, rows, grads)
+
+    # Reading all of it
+
+    def blocks(self, block_rows: int = 1 << 16) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield ``(start, weights)`` from the first row to the last, in bounded memory.
+
+        Neither the cache nor the disk change, and no gradient comes back.
+
+        Args:
+            block_rows: rows in a block; the last may have fewer.
+        """
+        return self.weight.blocks(block_rows)
+
+    def topk(
+        self, query: torch.Tensor, k: int, metric: str = "dot"
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The k rows nearest to each query, of all rows, read by `blocks` with progress.
+
+        Args:
+            query: ``(D,)`` or ``(Q, D)``, on the device that is to compare.
+            k: how many.
+            metric: ``"dot"`` and ``"cosine"``, the largest; ``"l2"``, the smallest distances.
+
+        Returns:
+            Products, cosines or distances, the best first, and row ids: ``(k,)`` or ``(Q, k)``.
+
+        Raises:
+            ValueError: a query of another shape, ``k`` beyond the rows, another metric.
+        """
+        search.check_query(query, self.embedding_dim, k, self.num_embeddings, metric)
+        queries = query.detach().reshape(-1, self.embedding_dim)
+        total = -(-self.num_embeddings // _SEARCHED_ROWS)
+        blocks = progress(self.blocks(_SEARCHED_ROWS), "searching", "block", total)
+        scores, ids = search.topk(blocks, queries, k, metric)
+        shape = (*query.shape[:-1], k)
+        return scores.reshape(shape), ids.reshape(shape)
+
+
+def _arm(table: Table | None) -> None:
+    if table is not None:
+        passes.arm(table)

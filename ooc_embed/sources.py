@@ -1,0 +1,77 @@
+"""Opens what whole tables are read from, without reading it. Knows files; knows no table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import arrays
+
+
+def open_source(source: Any, key: str | None, *, apart_from: Path) -> Any:
+    """An array that gives rows by slices.
+
+    Args:
+        source: a tensor or array, which is given back; or the path of a ``.npy`` file, of a
+            ``.safetensors`` file (with the extra ``safetensors``), or of a zarr array or group.
+        key: the tensor's name, or the array's in a group; None where there is only one.
+        apart_from: a folder that the source must not lie in.
+
+    Raises:
+        FileNotFoundError: there is nothing.
+        ValueError: a file of another kind, or a key that it needs, or does not have.
+        ImportError: the extra is not installed.
+    """
+    if not isinstance(source, (str, Path)):
+        if not hasattr(source, "shape"):
+            raise TypeError(f"a source is a tensor, an array or a path, got {source!r}")
+        _no_key(key)
+        return source
+    path = Path(source)
+    if apart_from.resolve() in (path.resolve(), *path.resolve().parents):
+        raise ValueError(f"{path} lies in {apart_from}, which would be replaced before it is read")
+    if path.is_dir():
+        found = arrays.open_arrays(path)
+        return found[_only(path, key, list(found))]
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist")
+    if path.suffix == ".npy":
+        _no_key(key)
+        return np.load(path, mmap_mode="r")
+    if path.suffix == ".safetensors":
+        return _Safetensors(path, key)
+    raise ValueError(f"{path} is no .npy or .safetensors file and no zarr folder")
+
+
+def _no_key(key: str | None) -> None:
+    if key is not None:
+        raise ValueError(f"there is one array only, and none is named {key!r}: leave key= out")
+
+
+def _only(path: Path, key: str | None, names: list[str]) -> str:
+    if key is None and len(names) == 1:
+        return names[0]
+    if key not in names:
+        raise ValueError(f"{path} has {', '.join(sorted(names))}: say which by key=, got {key!r}")
+    return key
+
+
+class _Safetensors:
+    """A tensor of a safetensors file, read by slices of rows."""
+
+    def __init__(self, path: Path, key: str | None) -> None:
+        try:
+            from safetensors import safe_open
+        except ImportError as error:
+            raise ImportError(
+                f"{path} needs safetensors: pip install 'ooc_embed[safetensors]'"
+            ) from error
+        file: Any = safe_open(path, framework="pt")
+        self._slices = file.get_slice(_only(path, key, list(file.keys())))
+        self.shape = tuple(self._slices.get_shape())
+        self.dtype = "float64" if self._slices.get_dtype() == "F64" else "float32"
+
+    def __getitem__(self, rows: slice) -> Any:
+        return self._slices[rows]
