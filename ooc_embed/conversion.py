@@ -16,6 +16,8 @@ from .gradients import GRADIENT_OPTIONS
 from .table import Table
 
 _FIELDS = ("exp_avg", "exp_avg_sq")
+# Hyper-parameters beside lr that the rule and torch's optimizer both have.
+_SHARED = ("betas", "eps", "maximize")
 
 
 @dataclass(frozen=True)
@@ -23,13 +25,13 @@ class Trained:
     """What a torch optimizer knows of an embedding.
 
     Args:
-        rule: with its hyper-parameters.
+        rule: with its hyper-parameters; None is the default.
         rates: the rate in force, which may have become 0, and a scheduler's first.
         step: steps taken.
         state: the moments, name to ``(N, D)``; empty before the first step.
     """
 
-    rule: rules.Rule
+    rule: rules.Rule | None
     rates: Mapping[str, float]
     step: int
     state: Mapping[str, torch.Tensor]
@@ -52,10 +54,9 @@ def read_optimizer(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> Tr
             break
     else:
         raise ValueError("the optimizer does not have this embedding's weight")
-    names = ("betas", "eps", "maximize")
     # Of a tensor the default changes with it, and may have become 0.
     lr = float(optimizer.defaults["lr"]) or rules.SparseAdam.lr
-    rule = rules.SparseAdam(lr, **{name: group[name] for name in names})
+    rule = rules.SparseAdam(lr, **{name: group[name] for name in _SHARED})
     state = optimizer.state.get(weight, {})
     moments = {name: state[name] for name in _FIELDS if name in state}
     return Trained(rule, _rates(group), int(state.get("step", 0)), moments)
@@ -85,8 +86,7 @@ def to_disk(
     if isinstance(optimizer, torch.optim.Optimizer):
         trained = read_optimizer(optimizer, weight)
     else:
-        rule = rules.SparseAdam() if optimizer is None else optimizer
-        trained = Trained(rule, {}, 0, {})
+        trained = Trained(optimizer, {}, 0, {})
     return creation.create_table(
         path,
         (embedding.num_embeddings, embedding.embedding_dim),
@@ -134,9 +134,8 @@ def to_ram(
     usual = all(group[name] == value for name, value in GRADIENT_OPTIONS.items())
     if not torchs or not usual or group["row_weight_decay"]:
         return weight, None
-    names = ("betas", "eps", "maximize")
     optimizer = torch.optim.SparseAdam(
-        [weight], lr=float(rule.lr), **{name: group[name] for name in names}
+        [weight], lr=float(rule.lr), **{name: group[name] for name in _SHARED}
     )
     optimizer.param_groups[0].update(_rates(group))
     if table.step_count:

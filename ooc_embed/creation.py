@@ -31,7 +31,7 @@ def create_table(
     arguments: LayerArguments,
     *,
     padding_idx: int | None,
-    rule: rules.Rule,
+    rule: rules.Rule | None,
     group_options: Mapping[str, Any],
     init: Any,
     seed: int,
@@ -48,6 +48,7 @@ def create_table(
         path: where.
         shape: ``(num_embeddings, embedding_dim)``.
         arguments: what the store keeps of the layer's.
+        rule: None is `SparseAdam` with its defaults.
         group_options: what the first param group has beside the rule's values.
         state: fields of the optimizer to begin with, name to ``(N, columns)``, beside an ``init``
             of the full shape.
@@ -60,6 +61,7 @@ def create_table(
     """
     _check_sizes(*shape, chunk_rows)
     check_cache(cache_bytes)
+    rule = rules.SparseAdam() if rule is None else rule
     if not isinstance(rule, rules.Rule):
         raise TypeError(
             f"optimizer must be a rule such as ooc_embed.SparseAdam(lr=1e-3), got {rule!r}"
@@ -87,7 +89,6 @@ def create_table(
         module=arguments,
         commit=_creation([group], step, num_embeddings if sources else 0),
     )
-
     manifest.check()
 
     def rows(layout: Layout) -> Iterable[np.ndarray]:

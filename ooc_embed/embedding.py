@@ -110,13 +110,12 @@ class DiskEmbedding(DiskLayer):
         overwrite: bool = False,
         chunk_rows: int | None = None,
     ) -> None:
-        rule = rules.SparseAdam() if optimizer is None else optimizer
         table = creation.create_table(
             Path(path).absolute(),
             (num_embeddings, embedding_dim),
             LayerArguments(max_norm, norm_type, scale_grad_by_freq, step_on),
             padding_idx=padding_idx,
-            rule=rule,
+            rule=optimizer,
             group_options={
                 "max_grad_norm": max_grad_norm,
                 "max_grad_value": max_grad_value,

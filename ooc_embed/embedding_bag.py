@@ -94,7 +94,7 @@ class DiskEmbeddingBag(DiskLayer):
                 max_norm, norm_type, scale_grad_by_freq, step_on, mode, include_last_offset
             ),
             padding_idx=padding_idx,
-            rule=rules.SparseAdam() if optimizer is None else optimizer,
+            rule=optimizer,
             group_options={
                 "max_grad_norm": max_grad_norm,
                 "max_grad_value": max_grad_value,
@@ -189,13 +189,18 @@ class DiskEmbeddingBag(DiskLayer):
             raise ValueError(
                 f"offsets must be 1-d int32 or int64, got {offsets.dim()}-d {offsets.dtype}"
             )
-        bounds = offsets.tolist()
-        if bounds != sorted(bounds) or (bounds and (bounds[0] != 0 or bounds[-1] > count)):
-            raise ValueError(f"offsets must ascend from 0 to {count} at most, got {bounds}")
-        if not bounds and (count or self.include_last_offset):
-            raise ValueError(f"{count} ids are in no bag: offsets are empty")
-        if self.include_last_offset and bounds[-1] != count:
-            raise ValueError(f"the last offset must be the number of ids {count}, got {bounds[-1]}")
+        if not len(offsets):
+            if count or self.include_last_offset:
+                raise ValueError(f"{count} ids are in no bag: offsets are empty")
+            return
+        first, last = int(offsets[0]), int(offsets[-1])
+        if first != 0 or last > count or bool((offsets.diff() < 0).any()):
+            raise ValueError(
+                f"offsets must ascend from 0 to {count} at most, got {len(offsets)} from {first} "
+                f"to {last}"
+            )
+        if self.include_last_offset and last != count:
+            raise ValueError(f"the last offset must be the number of ids {count}, got {last}")
 
     def extra_repr(self) -> str:
         return super().extra_repr().replace(", path=", f", mode={self.mode!r}, path=", 1)

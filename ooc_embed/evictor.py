@@ -64,7 +64,7 @@ class Evictor:
             self._release(victims)
 
     def begin_ahead(self) -> None:
-        """Have slots emptied in a thread where few are free. Between batches: not within one."""
+        """Have slots that the last batch does not use emptied in a thread, where few are free."""
         cache = self._cache
         if self._copy is not None or cache.num_free >= self._ahead:
             return
