@@ -8,6 +8,7 @@ from .errors import CorruptStoreError, FormatError, LockedError, StoreError
 from .initializers import Normal, Uniform, Zeros
 from .lookahead import lookahead
 from .replacement import Replacement, replace_embeddings
+from .restoring import rollback
 from .rules import SGD, Adagrad, RowwiseAdagrad, SparseAdam
 from .stats import Stats
 from .views import RowView
@@ -33,4 +34,5 @@ __all__ = [
     "clip_grad_norm_",
     "lookahead",
     "replace_embeddings",
+    "rollback",
 ]

@@ -1,7 +1,7 @@
 """The zarr arrays of a store: their metadata and creation. Knows zarr; knows no rows.
 
 The only importer of zarr, which writes at creation and never again: it leaves temporary files in
-groups, and half-made folders warn.
+groups, and half-made folders warn. A table that grows has its arrays' lengths replaced as any file.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ from typing import Any
 import numpy as np
 import zarr
 
+from . import durable
 from .errors import FormatError
 from .manifest import Layout, Manifest
+
+# All that zarr writes at creation.
+METADATA = (
+    *(f"{name}/zarr.json" for name in ("table", "column", "log", "log/0", "log/1")),
+    *(f"log/{number}/{name}/zarr.json" for number in "01" for name in ("rows", "records")),
+    "column/c/0",
+)
 
 
 def _array_shapes(layout: Layout) -> dict[str, tuple[tuple[int, ...], tuple[int, ...], str]]:
@@ -66,6 +74,21 @@ def make_arrays(path: Path, manifest: Manifest, layout: Layout) -> None:
         zarr_format=3,
     )
     column[:] = np.array(names, dtype=np.dtypes.StringDType())
+
+
+def lengthen(path: Path, layout: Layout) -> None:
+    """Give the arrays the layout's lengths, the table first; one that is longer stays as it is.
+
+    Each step is durable, and a store may have longer arrays than its manifest asks for.
+    """
+    for name, (shape, _, _) in _array_shapes(layout).items():
+        metadata = read_metadata(path / name)
+        if metadata["shape"][0] < shape[0]:
+            metadata["shape"][0] = shape[0]
+            target = path / name / "zarr.json"
+            data = json.dumps(metadata, indent=1).encode()
+            durable.replace(target, data, durable.temporary_for(target))
+            durable.sync_directory(path / name)
 
 
 def array_facts(layout: Layout) -> dict[str, dict[str, Any]]:

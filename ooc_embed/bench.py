@@ -18,6 +18,7 @@ from . import (
     bench_hot,
     bench_lookahead,
     bench_merge,
+    bench_rules,
     memory_limit,
 )
 from .figures import Figures
@@ -92,6 +93,12 @@ _PARTS = {
         bench_lookahead.Settings(),
         {"rows": 300_000, "batch": 2048, "steps": 10},
     ),
+    "rules": _Part(
+        "the steps of each rule, all rows in memory",
+        bench_rules.measure,
+        bench_rules.Settings(),
+        {"rows": 50_000, "batch": 1024, "rounds": 3, "steps": 5},
+    ),
     "growth": _Part(
         "the same steps on tables of several sizes",
         bench_growth.measure,
@@ -109,6 +116,7 @@ _ALL = (
     ("merge",),
     ("lookahead",),
     ("growth",),
+    ("rules",),
 )
 _ALL_QUICK = (("hot",), ("hot", "--cache-fraction", "0.1"), *_ALL[2:])
 

@@ -21,9 +21,8 @@ from .disk_rates import data_files
 from .embedding import DiskEmbedding
 from .figures import Figures
 from .references import FbgemmTable, MemmapTable, RamTable, train_step
+from .timing import Rounds, Step, interleaved, touch_every_row
 from .workloads import DISTRIBUTIONS, RepeatedRows, batches, record_bytes
-
-Step = Callable[[Tensor, Tensor], None]
 
 _RAM = "nn.Embedding + SparseAdam, in RAM"
 _MEMMAP = "np.memmap x3, synchronous"
@@ -62,7 +61,6 @@ class Settings:
 
 
 Case = tuple[int, str]
-Rounds = list[list[Tensor]]
 
 
 def measure(settings: Settings, figures: Figures, folder: Path) -> None:
@@ -80,13 +78,13 @@ def _measure_side_by_side(
     with _make_table(settings, folder, "normal") as table:
         contestants = _references(settings, figures, folder)
         contestants[_OURS] = partial(train_step, table)
-        _touch_every_row(contestants.values(), settings)
+        touch_every_row(contestants.values(), settings.rows, settings.dim)
         if table.kernel != "torch":
             contestants[_BY_TORCH] = _stepped_by_torch(table)
         for case in cases:
             ids = _stream(settings, case)
             rounds = _draw_rounds(settings, ids)
-            _add_case(settings, figures, case, _interleaved(contestants, rounds, settings.dim))
+            _add_case(settings, figures, case, interleaved(contestants, rounds, settings.dim))
             _add_shares(settings, figures, table, ids)
 
 
@@ -98,8 +96,8 @@ def _measure_in_turn(
     streams = {case: _stream(settings, case) for case in cases}
     rounds = {case: _draw_rounds(settings, ids) for case, ids in streams.items()}
     contestants = _references(settings, figures, folder)
-    _touch_every_row(contestants.values(), settings)
-    seconds = {case: _interleaved(contestants, rounds[case], settings.dim) for case in rounds}
+    touch_every_row(contestants.values(), settings.rows, settings.dim)
+    seconds = {case: interleaved(contestants, rounds[case], settings.dim) for case in rounds}
     del contestants
     # Rows that were never written cost no read, so all are imported.
     init = RepeatedRows(settings.rows, settings.dim, seed=settings.seed)
@@ -108,7 +106,7 @@ def _measure_in_turn(
             file.read_bytes()
         for case, ids in streams.items():
             _fill_cache(table, settings, ids)
-            own = _interleaved({_OURS: partial(train_step, table)}, rounds[case], settings.dim)
+            own = interleaved({_OURS: partial(train_step, table)}, rounds[case], settings.dim)
             _add_case(settings, figures, case, {**seconds[case], **own})
             _add_shares(settings, figures, table, ids)
 
@@ -199,13 +197,6 @@ def _references(settings: Settings, figures: Figures, folder: Path) -> dict[str,
     return steps
 
 
-def _touch_every_row(steps: Iterable[Step], settings: Settings) -> None:
-    for start in range(0, settings.rows, 16384):
-        ids = torch.arange(start, min(start + 16384, settings.rows))
-        for step in steps:
-            step(ids, torch.ones(len(ids), settings.dim))
-
-
 def _fill_cache(table: DiskEmbedding, settings: Settings, ids: Iterator[Tensor]) -> None:
     """Trains until rows are evicted; Zipf ids may never come to that, so not for ever."""
     first = next(ids)
@@ -214,22 +205,6 @@ def _fill_cache(table: DiskEmbedding, settings: Settings, ids: Iterator[Tensor])
         if table.stats().evictions:
             break
         train_step(table, batch, target)
-
-
-def _interleaved(
-    contestants: Mapping[str, Step], rounds: Rounds, dim: int
-) -> dict[str, list[float]]:
-    """Seconds a step, one figure a round; in each round all contestants take the same batches one
-    after the other, so that the machine's noise hits all alike. The first round only warms up."""
-    target = torch.randn(len(rounds[0][0]), dim)
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for drawn in rounds:
-        for name, step in contestants.items():
-            begin = time.perf_counter()
-            for ids in drawn:
-                step(ids, target)
-            seconds[name].append((time.perf_counter() - begin) / len(drawn))
-    return {name: own[1:] for name, own in seconds.items()}
 
 
 def _add(figures: Figures, seconds: Mapping[str, list[float]], batch: int) -> None:

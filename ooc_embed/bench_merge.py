@@ -1,7 +1,11 @@
-"""Measures a merge beside what the disk can read and write at once; does not measure training."""
+"""Measures a merge beside what the disk can read and write at once, and what a log costs before it.
+
+Does not measure training.
+"""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +41,8 @@ def measure(settings: Settings, figures: Figures, folder: Path) -> None:
     """Steps on random rows, each once, a commit, and the flush that merges them.
 
     The merge reads the table's chunks and the log, and writes the chunks anew. It cannot be faster
-    than reading both at the rate that the disk has while it writes as much.
+    than reading both at the rate that the disk has while it writes as much. Before that, with all
+    records in the log, a snapshot is made, and the table returns to its commit.
     """
     check_space(folder, int(2.8 * settings.rows * record_bytes(settings.dim)))
     path, scratch = folder / "table.zarr", folder / "mixed"
@@ -57,6 +62,10 @@ def measure(settings: Settings, figures: Figures, folder: Path) -> None:
     measure_disk()
     drop_from_page_cache(data_files(path))
     with DiskEmbedding.open(path, cache_bytes=settings.cache) as table:
+        copy = folder / "snapshot.zarr"
+        figures.add("snapshot by second names", "s", [seconds(lambda: table.snapshot(copy))])
+        shutil.rmtree(copy)
+        figures.add("rollback", "s", [seconds(table.rollback)])
         # Without the part of the files that is reserved and not written.
         nbytes = (settings.rows + settings.touched) * record_bytes(settings.dim)
         taken = seconds(table.flush)

@@ -74,6 +74,7 @@ def to_disk(
     *,
     step_on: str,
     cache_bytes: int | str,
+    keep_commits: int,
     overwrite: bool,
     chunk_rows: int | None,
 ) -> Table:
@@ -105,6 +106,7 @@ def to_disk(
         seed=0,
         dtype=weight.dtype,
         cache_bytes=cache_bytes,
+        keep_commits=keep_commits,
         chunk_rows=chunk_rows,
         overwrite=overwrite,
         state=trained.state,

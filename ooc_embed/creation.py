@@ -18,11 +18,13 @@ import torch
 from . import bulk, initializers, rules
 from ._version import __version__
 from .arguments import LayerArguments
+from .history import Commit, History
 from .log import LogState
-from .manifest import VERSION_FIELD, Commit, Layout, Manifest, record_fields
+from .manifest import VERSION_FIELD, Layout, Manifest, record_fields
+from .opened import field_spans
 from .optimizer import first_group
 from .store import Store
-from .table import Table, field_spans
+from .table import Table
 
 
 def create_table(
@@ -39,6 +41,7 @@ def create_table(
     cache_bytes: int | str,
     chunk_rows: int | None,
     overwrite: bool,
+    keep_commits: int = 1,
     state: Mapping[str, Any] = MappingProxyType({}),
     step: int = 0,
 ) -> Table:
@@ -61,13 +64,14 @@ def create_table(
     """
     _check_sizes(*shape, chunk_rows)
     check_cache(cache_bytes)
+    check_count("keep_commits", keep_commits)
     rule = rules.SparseAdam() if rule is None else rule
     if not isinstance(rule, rules.Rule):
         raise TypeError(
             f"optimizer must be a rule such as ooc_embed.SparseAdam(lr=1e-3), got {rule!r}"
         )
     group = first_group(rule, group_options)
-    num_embeddings, embedding_dim = shape
+    num_embeddings, embedding_dim = map(int, shape)  # JSON knows none of numpy's
     fields = record_fields(embedding_dim, rule)
     sources = dict(state)
     if hasattr(init, "shape"):
@@ -78,7 +82,6 @@ def create_table(
     start = initializers.Zeros() if sources else initializers.from_name(init)
     manifest = Manifest(
         table_id=str(uuid.uuid4()),
-        num_embeddings=num_embeddings,
         embedding_dim=embedding_dim,
         padding_idx=_padding(padding_idx, num_embeddings),
         dtype=_dtype_name(dtype),
@@ -87,7 +90,7 @@ def create_table(
         init=initializers.to_json(start),
         seed=_seed(seed),
         module=arguments,
-        commit=_creation([group], step, num_embeddings if sources else 0),
+        history=_beginning([group], step, num_embeddings, int(keep_commits), written=bool(sources)),
     )
     manifest.check()
 
@@ -110,17 +113,21 @@ def create_table(
         raise
 
 
-def _creation(param_groups: list[dict[str, Any]], step: int, rows_written: int) -> Commit:
-    """The commit that a table begins with."""
-    return Commit(
+def _beginning(
+    param_groups: list[dict[str, Any]], step: int, num_embeddings: int, keep: int, *, written: bool
+) -> History:
+    """The one commit that a table begins with."""
+    commit = Commit(
         number=0,
         step=step,
-        rows_written=rows_written,
+        rows_written=num_embeddings if written else 0,
         param_groups=param_groups,
+        num_embeddings=num_embeddings,
         logs=(LogState(0),),
         created=time.time(),
         library=__version__,
     )
+    return History((commit,), keep)
 
 
 def _check_sizes(num_embeddings: int, embedding_dim: int, chunk_rows: int | None) -> None:
@@ -128,11 +135,15 @@ def _check_sizes(num_embeddings: int, embedding_dim: int, chunk_rows: int | None
     if chunk_rows is not None:
         sizes["chunk_rows"] = chunk_rows
     for name, size in sizes.items():
-        _check_integer(name, size)
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+        check_count(name, size)
     if chunk_rows is not None and chunk_rows % 1024:
         raise ValueError(f"chunk_rows must be a multiple of 1024, got {chunk_rows}")
+
+
+def check_count(name: str, value: int) -> None:
+    _check_integer(name, value)
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def check_cache(cache_bytes: int | str) -> None:

@@ -20,18 +20,14 @@ from pathlib import Path
 
 import numpy as np
 
+from .disk_facts import free_bytes
 from .errors import LockedError
 
 PAGE = 4096
 TEMPORARY = ".tmp"
 _FALLBACK_BLOCK = 1 << 20
-
-
-def free_bytes(path: Path) -> int:
-    """Bytes that an ordinary user can still write on the disk of ``path`` (or of its parent)."""
-    while not path.exists():
-        path = path.parent
-    return shutil.disk_usage(path).free
+# What a second name for a file fails with: another disk, a file system without, one name too many.
+_NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
 @contextmanager
@@ -87,6 +83,49 @@ def replace(path: Path, data: bytes, temporary: Path) -> None:
         raise
 
 
+def renew(path: Path) -> None:
+    """Put a copy in the place of a file: it may be written to, whoever else has the old one.
+
+    The caller syncs the folder.
+
+    Raises:
+        OSError: the disk is full, or failed; the file is as it was.
+    """
+    temporary = temporary_for(path)
+    try:
+        copy(path, temporary)
+        os.rename(temporary, path)
+    except BaseException:
+        remove(temporary)
+        raise
+
+
+def copy(source: Path, target: Path) -> None:
+    """Write a copy of a file, and sync it; the caller syncs the folder."""
+    nbytes = source.stat().st_size
+    with needs(target, nbytes):
+        shutil.copyfile(source, target)
+        fd = os.open(target, os.O_RDWR)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                # Blocks that a copy shares, or leaves out, could be missing when they are written.
+                os.posix_fallocate(fd, 0, nbytes)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def link(source: Path, target: Path) -> bool:
+    """Give a file a second name; False where that is not possible, and nothing is done then."""
+    try:
+        os.link(source, target)
+    except OSError as error:
+        if error.errno in _NO_LINKS:
+            return False
+        raise
+    return True
+
+
 def make_directory(path: Path) -> None:
     """Create a folder, and its parents, durably; an existing one is kept."""
     if path.is_dir():
@@ -99,6 +138,12 @@ def make_directory(path: Path) -> None:
 def remove(path: Path) -> None:
     """Unlink a file; one that is gone already is fine."""
     path.unlink(missing_ok=True)
+
+
+def remove_empty(path: Path) -> None:
+    """Remove a folder, if there is one and nothing is in it."""
+    with suppress(OSError):
+        path.rmdir()
 
 
 def remove_tree(path: Path) -> None:

@@ -106,6 +106,7 @@ class DiskEmbedding(DiskLayer):
         init: Any = "normal",
         seed: int = 0,
         cache_bytes: int | str = "auto",
+        keep_commits: int = 1,
         dtype: torch.dtype = torch.float32,
         overwrite: bool = False,
         chunk_rows: int | None = None,
@@ -125,6 +126,7 @@ class DiskEmbedding(DiskLayer):
             seed=seed,
             dtype=dtype,
             cache_bytes=cache_bytes,
+            keep_commits=keep_commits,
             chunk_rows=chunk_rows,
             overwrite=overwrite,
         )
@@ -145,7 +147,9 @@ class DiskEmbedding(DiskLayer):
         Raises:
             TypeError: no tensor, or of another dtype.
             IndexError: an id below 0 or not below ``num_embeddings``.
+            RuntimeError: a ``torch.func`` transform is running.
         """
+        passes.refuse_transforms(self)
         ids = flat_ids(input)
         check_range(ids, self.num_embeddings)
         stage = self._stage_by_frequency if self.scale_grad_by_freq else self._stage

@@ -83,6 +83,7 @@ class DiskEmbeddingBag(DiskLayer):
         init: Any = "normal",
         seed: int = 0,
         cache_bytes: int | str = "auto",
+        keep_commits: int = 1,
         dtype: torch.dtype = torch.float32,
         overwrite: bool = False,
         chunk_rows: int | None = None,
@@ -104,6 +105,7 @@ class DiskEmbeddingBag(DiskLayer):
             seed=seed,
             dtype=dtype,
             cache_bytes=cache_bytes,
+            keep_commits=keep_commits,
             chunk_rows=chunk_rows,
             overwrite=overwrite,
         )
@@ -131,7 +133,9 @@ class DiskEmbeddingBag(DiskLayer):
             TypeError: no tensor, or of another dtype.
             IndexError: an id below 0 or not below ``num_embeddings``.
             ValueError, NotImplementedError: the shapes do not fit, or the mode has no weights.
+            RuntimeError: a ``torch.func`` transform is running.
         """
+        passes.refuse_transforms(self)
         ids = flat_ids(input)
         check_range(ids, self.num_embeddings)
         shape = input.shape

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from . import checkpoint, conversion, creation, passes, rules, search, sources
+from .errors import StoreError
 from .ids import check_range, flat_ids
 from .module import TableModule
 from .optimizer import TableOptimizer
@@ -30,13 +31,22 @@ class DiskLayer(TableModule):
     _in_ram: ClassVar[type[nn.Embedding] | type[nn.EmbeddingBag]]
 
     @classmethod
-    def open(cls, path: str | Path, mode: str = "r+", *, cache_bytes: int | str = "auto") -> Self:
+    def open(
+        cls,
+        path: str | Path,
+        mode: str = "r+",
+        *,
+        commit: int | None = None,
+        cache_bytes: int | str = "auto",
+    ) -> Self:
         """Go on with the store at ``path``: same step, moments and hyper-parameters.
 
         Args:
             path: the folder of a store.
             mode: ``"r+"`` trains, one writer at a time. ``"r"`` reads exactly the commit that is
                 the newest now, for as long as it is open, beside a writer or not.
+            commit: the number of an earlier commit that is kept, to read; or, of a writer, to go
+                back to, as `rollback` does.
             cache_bytes: memory for hot rows of a writer.
 
         Raises:
@@ -44,17 +54,17 @@ class DiskLayer(TableModule):
             FormatError: there is something else.
             CorruptStoreError: a file is missing, short, or fails its checksum.
             LockedError: another writer has it open.
+            StoreError: that commit is not kept.
         """
         creation.check_cache(cache_bytes)
         self = cls.__new__(cls)
-        self._adopt(Table.open(Path(path).absolute(), mode, cache_bytes))
+        self._adopt(Table.open(Path(path).absolute(), mode, cache_bytes, commit))
         return self
 
     def _adopt(self, table: Table) -> None:
         super().__init__()
         manifest = table.manifest
         self._table = table
-        self.num_embeddings = manifest.num_embeddings
         self.embedding_dim = manifest.embedding_dim
         self.padding_idx = manifest.padding_idx
         self.max_norm = manifest.module.max_norm
@@ -65,19 +75,34 @@ class DiskLayer(TableModule):
             table, manifest.commit.param_groups, manifest.module.step_on
         )
         self.anchor = nn.Parameter(torch.empty(0, dtype=table.dtype))
+        table_of = weakref.ref(table)
+        # Frozen since the lookup is frozen: torch asks at this moment too.
+        self._arm = lambda anchor: _arm(table_of() if anchor.requires_grad else None)
         self._hook_anchor()
         self.anchor.requires_grad_(not self.read_only)
         self._finalizer = weakref.finalize(self, checkpoint.close_dropped, table, self.optimizer)
 
     def _hook_anchor(self) -> None:
-        """Have the anchor say which backward passes are steps; again if it was replaced."""
-        self._hooked = weakref.ref(self.anchor)
-        table_of = weakref.ref(self._table)
-        self.anchor.register_post_accumulate_grad_hook(lambda anchor: _arm(table_of()))
+        """Have the anchor say which backward passes are steps; again if it was replaced.
+
+        One that was computed from another parameter leads backward to that one's hook.
+        """
+        hooks = self.anchor._post_accumulate_grad_hooks or {}
+        if self.anchor.is_leaf and self._arm not in hooks.values():
+            self.anchor.register_post_accumulate_grad_hook(self._arm)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        # Where torch swaps what is under a parameter, the hooks are still listed but not called.
+        self.anchor._post_accumulate_grad_hooks = self.anchor._post_accumulate_grad_hooks
+        return self
 
     def __reduce__(self) -> Any:
-        """Pickling carries the path: the copy opens read-only, at the newest commit."""
-        return (type(self).open, (str(self.path), "r"))
+        """Pickling carries the path: the copy opens read-only, at the newest commit. A writer
+        commits for it."""
+        if self._may_commit:
+            self.commit()
+        return (_reopen, (type(self), str(self.path), self.anchor.dtype, self.training))
 
     # Coming from torch's layers, and going back
 
@@ -123,6 +148,7 @@ class DiskLayer(TableModule):
         *,
         path: str | Path,
         cache_bytes: int | str = "auto",
+        keep_commits: int = 1,
         step_on: str = "backward",
         overwrite: bool = False,
         chunk_rows: int | None = None,
@@ -133,7 +159,7 @@ class DiskLayer(TableModule):
             embedding: its weights and arguments are taken.
             optimizer: the ``torch.optim.SparseAdam`` that trained it, whose moments, step and
                 hyper-parameters are taken too; or a rule to begin anew.
-            path, cache_bytes, step_on, overwrite, chunk_rows: as of the constructor.
+            path, cache_bytes, keep_commits, step_on, overwrite, chunk_rows: as of the constructor.
 
         Raises:
             TypeError: a layer of another kind, or an optimizer whose numbers no rule here has.
@@ -146,6 +172,7 @@ class DiskLayer(TableModule):
             optimizer,
             Path(path).absolute(),
             cache_bytes=cache_bytes,
+            keep_commits=keep_commits,
             step_on=step_on,
             overwrite=overwrite,
             chunk_rows=chunk_rows,
@@ -153,6 +180,18 @@ class DiskLayer(TableModule):
         self = cls.__new__(cls)
         self._adopt(table)
         return self.train(embedding.training).requires_grad_(embedding.weight.requires_grad)
+
+    def reset_parameters(self) -> None:
+        """Do nothing before the first step: the rows are those of ``init`` then.
+
+        Raises:
+            StoreError: steps were taken. A new table begins anew, not one that was trained.
+        """
+        if self.step:
+            raise StoreError(
+                f"{self.path} was trained for {self.step:,} steps, which are not thrown away: make "
+                f"a new table, with overwrite=True in the place of this one"
+            )
 
     # Looking up
 
@@ -171,7 +210,7 @@ class DiskLayer(TableModule):
         """
         # Evaluation must not write, and bringing rows into the cache can push others to disk.
         learning = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
-        if self.anchor.requires_grad and self._hooked() is not self.anchor:
+        if self.anchor.requires_grad:
             self._hook_anchor()
         look_up = self._table.lookup if learning else self._table.weights
         out: torch.Tensor = passes.Lookup.apply(  # type: ignore[no-untyped-call]
@@ -251,6 +290,11 @@ class DiskLayer(TableModule):
         scores, ids = search.topk(blocks, queries, k, metric)
         shape = (*query.shape[:-1], k)
         return scores.reshape(shape), ids.reshape(shape)
+
+
+def _reopen(layer: type[DiskLayer], path: str, dtype: torch.dtype, training: bool) -> DiskLayer:
+    """Unpickle: open to read, with the casts and the mode that it had."""
+    return layer.open(path, "r").to(dtype).train(training)
 
 
 def _arm(table: Table | None) -> None:

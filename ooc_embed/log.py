@@ -7,8 +7,8 @@ behind the last commit's end is not part of the store: open ignores it and appen
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -50,12 +50,17 @@ class LogShape:
 
 @dataclass(frozen=True)
 class LogState:
-    """A prefix of a log, as a commit names it: its first ``records`` positions."""
+    """A prefix of a log, as a commit names it: its first ``records`` positions.
+
+    Of these ``inherited`` are those of a log that a rollback cut off there: readers, and links in a
+    snapshot, may need what lies behind them in the same files.
+    """
 
     generation: int
     records: int = 0
     rows_crc32: int = 0
     records_crc32: int = 0
+    inherited: int = 0
 
 
 # Puts the records `start` to `stop` of a run into `out`, (stop - start, W).
@@ -86,6 +91,7 @@ class RecordLog:
         self._buffers = [np.empty(0, dtype=np.uint8)] * _BUFFERS
         self._open: dict[str, durable.AppendFile] = {}
         self._new_names = False
+        self._own: set[Path] = set()
         for index in range(self._files(state.records, shape.records_per_file)):
             self._records.map_file(index, self.records_path(index))
         for index in range(self._files(state.records, shape.rows_per_file)):
@@ -152,6 +158,7 @@ class RecordLog:
                 f"{self.folder}: a run of {count:,} records at {begin:,} passes its capacity of "
                 f"{self.shape.capacity:,}"
             )
+        self._own_tail()
         direct = count >= _DIRECT_RUN
         state = self.state
         listed = np.full(begin - state.records + count, SKIPPED, dtype="<i8")
@@ -159,7 +166,7 @@ class RecordLog:
         self._write("rows", state.records * 8, listed.view(np.uint8), direct=False)
         rows_crc = zlib.crc32(listed.data, state.rows_crc32)
         records_crc = self._write_records(begin, count, fill, state.records_crc32, direct)
-        return LogState(state.generation, begin + count, rows_crc, records_crc)
+        return replace(state, records=begin + count, rows_crc32=rows_crc, records_crc32=records_crc)
 
     def _write_records(
         self, begin: int, count: int, fill: FillRecords, crc: int, direct: bool
@@ -228,23 +235,19 @@ class RecordLog:
         Raises:
             CorruptStoreError: they differ; the message names the folder.
         """
-        stop = self.committed.records
-        crc = 0
-        for _, rows in self.blocks(stop):
-            crc = zlib.crc32(rows.data, crc)
-        if crc != self.committed.rows_crc32:
-            raise CorruptStoreError(
-                f"{self.folder / 'rows'}: the first {stop:,} row ids have the checksum "
-                f"{crc:#010x}, the manifest says {self.committed.rows_crc32:#010x}"
-            )
+        self._check_rows(0, self.committed, 0)
 
-    def check_records(self) -> None:
-        """Compare the checksum of the committed records with what the manifest says.
+    def check_prefixes(self, states: Iterable[LogState]) -> None:
+        """Compare row ids and records with the checksums of these prefixes, the shortest first.
 
         Raises:
-            CorruptStoreError: they differ.
+            CorruptStoreError: one differs.
         """
-        self._check_records(0, self.committed, 0)
+        start, rows_crc, records_crc = 0, 0, 0
+        for state in states:
+            self._check_rows(start, state, rows_crc)
+            self._check_records(start, state, records_crc)
+            start, rows_crc, records_crc = state.records, state.rows_crc32, state.records_crc32
 
     def check_tail(self) -> None:
         """Compare the records since the last commit with the checksum of what was appended.
@@ -253,6 +256,15 @@ class RecordLog:
             CorruptStoreError: the system has lost some of them.
         """
         self._check_records(self.committed.records, self.state, self.committed.records_crc32)
+
+    def _check_rows(self, start: int, state: LogState, crc: int) -> None:
+        for _, rows in self.blocks(state.records, start=start):
+            crc = zlib.crc32(rows.data, crc)
+        if crc != state.rows_crc32:
+            raise CorruptStoreError(
+                f"{self.folder / 'rows'}: the first {state.records:,} row ids have the checksum "
+                f"{crc:#010x}, the manifest says {state.rows_crc32:#010x}"
+            )
 
     def _check_records(self, start: int, state: LogState, crc: int) -> None:
         for position, rows in self.blocks(state.records, self._block, start):
@@ -281,11 +293,29 @@ class RecordLog:
         self._rows.unmap_all()
         self.state = self.committed = LogState(generation)
         self.suspect = False
+        self._own.clear()
 
     def close(self) -> None:
         self._close_files()
         self._records.close()
         self._rows.close()
+
+    def _own_tail(self) -> None:
+        """Before the first append behind a rollback, put copies in the place of inherited files.
+
+        Not sooner: as long as the manifest names what the rollback takes back, a reader might open
+        the copies.
+        """
+        if self.end != self.state.inherited:
+            return
+        for name, size in self._arrays():
+            index, within = divmod(self.end, size)
+            path, mapped = self._place(name, index)
+            if within and path not in self._own:
+                durable.renew(path)
+                self._new_names = True
+                mapped.map_file(index, path)
+                self._own.add(path)
 
     def _begin(self, count: int) -> int:
         if count < _DIRECT_RUN:
@@ -310,6 +340,12 @@ class RecordLog:
                 file.write(within, part, direct=direct)
             data, offset = data[len(part) :], offset + len(part)
 
+    def _place(self, name: str, index: int) -> tuple[Path, MappedRows]:
+        """A chunk file of an array, and where it is mapped."""
+        if name == "rows":
+            return self.rows_path(index), self._rows
+        return self.records_path(index), self._records
+
     def _file_bytes(self, name: str) -> int:
         if name == "rows":
             return self.shape.rows_per_file * 8
@@ -317,7 +353,7 @@ class RecordLog:
 
     def _file(self, name: str, index: int) -> durable.AppendFile:
         """The chunk file that takes appends now; the one before it is synced and closed."""
-        path = self.rows_path(index) if name == "rows" else self.records_path(index)
+        path, mapped = self._place(name, index)
         current = self._open.get(name)
         if current is not None:
             if current.path == path:
@@ -326,7 +362,6 @@ class RecordLog:
             del self._open[name]
             current.close()
         nbytes = self._file_bytes(name)
-        mapped = self._rows if name == "rows" else self._records
         if not mapped.has_file(index):
             # Always a new file: readers may still map an old one of this name.
             durable.remove(path)

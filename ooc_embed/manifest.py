@@ -1,49 +1,27 @@
-"""What a store's metadata say: manifest, commit and layout. Knows JSON; touches no file."""
+"""What a store's metadata say: manifest and layout. Knows JSON; touches no file."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
 from . import gradients, initializers, rules
 from .arguments import LayerArguments
 from .errors import FormatError
-from .log import ALIGNMENT, LogShape, LogState
+from .history import Commit, History
+from .log import ALIGNMENT, LogShape
+from .parsing import integer, optional, text
 
 FORMAT = 1
+# Of the group, under which it is.
+ATTRIBUTE = "ooc_embed"
 VERSION_FIELD = "version"
 _CHUNK_BYTES = 32 << 20
 _MOST_CHUNKS = 4096
 _LOG_ROWS_PER_FILE = 1 << 20
 _SMALLEST_LOG = 8 * ALIGNMENT
-
-_Value = TypeVar("_Value")
-
-
-@dataclass(frozen=True)
-class Commit:
-    """One commit of the store: what a crash after it cannot lose.
-
-    Args:
-        number: counts commits from 0, the creation.
-        step: optimizer steps taken.
-        param_groups: hyper-parameters in force.
-        logs: the logs' prefixes, the sealed one (if there is one) before the active one.
-        rows_written: rows whose version is above 0.
-        created: seconds since the epoch.
-        library: version of ooc_embed that wrote it.
-    """
-
-    number: int
-    step: int
-    rows_written: int
-    param_groups: list[dict[str, Any]]
-    logs: tuple[LogState, ...]
-    created: float
-    library: str
 
 
 @dataclass(frozen=True)
@@ -56,11 +34,11 @@ class Manifest:
         rule, init: plain descriptions of the optimizer rule and of the initial rows; this module
             passes them through.
         module: the layer's arguments.
+        history: the commits that are kept.
         checksums: crc32 of each chunk file that exists.
     """
 
     table_id: str
-    num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
     dtype: str
@@ -69,8 +47,17 @@ class Manifest:
     init: dict[str, Any]
     seed: int
     module: LayerArguments
-    commit: Commit
+    history: History
     checksums: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def commit(self) -> Commit:
+        """The newest commit."""
+        return self.history.newest
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.commit.num_embeddings
 
     @property
     def width(self) -> int:
@@ -81,7 +68,6 @@ class Manifest:
         return np.dtype(self.dtype).newbyteorder("<")
 
     def to_json(self) -> dict[str, Any]:
-        commit = self.commit
         return {
             "format": FORMAT,
             "table_id": self.table_id,
@@ -95,26 +81,7 @@ class Manifest:
             "seed": self.seed,
             "module": self.module.to_json(),
             "chunk_crc32": {str(index): crc for index, crc in sorted(self.checksums.items())},
-            "commits": [
-                {
-                    "commit": commit.number,
-                    "step": commit.step,
-                    "rows_written": commit.rows_written,
-                    "param_groups": commit.param_groups,
-                    "num_embeddings": self.num_embeddings,
-                    "logs": [
-                        {
-                            "generation": log.generation,
-                            "records": log.records,
-                            "rows_crc32": log.rows_crc32,
-                            "records_crc32": log.records_crc32,
-                        }
-                        for log in commit.logs
-                    ],
-                    "created": commit.created,
-                    "library": commit.library,
-                }
-            ],
+            **self.history.to_json(),
         }
 
     @classmethod
@@ -129,22 +96,24 @@ class Manifest:
             raise FormatError(f"format {found!r} is not format {FORMAT}, which this version reads")
         try:
             manifest = cls(
-                table_id=_text(value["table_id"]),
-                num_embeddings=_integer(value["num_embeddings"], 1),
-                embedding_dim=_integer(value["embedding_dim"], 1),
-                padding_idx=_optional(_integer, value["padding_idx"]),
-                dtype=_text(value["dtype"]),
-                fields={_text(name): _integer(width, 1) for name, width in value["fields"]},
+                table_id=text(value["table_id"]),
+                embedding_dim=integer(value["embedding_dim"], 1),
+                padding_idx=optional(integer, value["padding_idx"]),
+                dtype=text(value["dtype"]),
+                fields={text(name): integer(width, 1) for name, width in value["fields"]},
                 rule=dict(value["rule"]),
                 init=dict(value["init"]),
-                seed=_integer(value["seed"], -(2**63)),
+                seed=integer(value["seed"], -(2**63)),
                 module=LayerArguments.from_json(value["module"]),
-                commit=_commit(value["commits"][-1]),
+                history=History.from_json(value),
                 checksums={
-                    _integer(int(index)): _integer(crc)
-                    for index, crc in value["chunk_crc32"].items()
+                    integer(int(index)): integer(crc) for index, crc in value["chunk_crc32"].items()
                 },
             )
+            if (rows := value["num_embeddings"]) != manifest.num_embeddings:
+                raise ValueError(
+                    f"num_embeddings is {rows!r}, the newest commit has {manifest.num_embeddings}"
+                )
             manifest.check()
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             raise FormatError(f"the manifest is damaged: {error!r}") from error
@@ -163,10 +132,7 @@ class Manifest:
             )
         if self.padding_idx is not None and self.padding_idx >= self.num_embeddings:
             raise ValueError(f"padding_idx {self.padding_idx} is no row")
-        generations = [log.generation for log in self.commit.logs]
-        if generations not in ([generations[0]], [generations[0], generations[0] + 1]):
-            raise ValueError(f"log generations {generations} are not one or two in a row")
-        for group in self.commit.param_groups:
+        for group in (group for commit in self.history.commits for group in commit.param_groups):
             group = {**rules.hyperparameters(rule), **gradients.GRADIENT_OPTIONS, **group}
             rules.check_group(rule, group)
             gradients.check_options(group)
@@ -177,45 +143,6 @@ def record_fields(dim: int, rule: rules.Rule) -> dict[str, int]:
     return {"weight": dim, **rule.fields(dim), VERSION_FIELD: 1}
 
 
-def _commit(value: Any) -> Commit:
-    logs = tuple(
-        LogState(**{name: _integer(number) for name, number in log.items()})
-        for log in value["logs"]
-    )
-    (group,) = value["param_groups"]
-    return Commit(
-        number=_integer(value["commit"]),
-        step=_integer(value["step"]),
-        rows_written=_integer(value["rows_written"]),
-        param_groups=[dict(group)],
-        logs=logs,
-        created=_number(value["created"]),
-        library=_text(value["library"]),
-    )
-
-
-def _integer(value: Any, low: int = 0) -> int:
-    if type(value) is not int or not low <= value < 2**63:
-        raise ValueError(f"{value!r} is no integer from {low} on")
-    return value
-
-
-def _number(value: Any) -> float:
-    if type(value) not in (int, float):
-        raise ValueError(f"{value!r} is no number")
-    return float(value)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
-    return value
-
-
-def _optional(parse: Callable[[Any], _Value], value: Any) -> _Value | None:
-    return None if value is None else parse(value)
-
-
 @dataclass(frozen=True)
 class Layout:
     """Sizes that follow from the number of rows and the record.
@@ -224,24 +151,27 @@ class Layout:
         num_embeddings: rows of the table.
         width: columns of a record.
         dtype: element type.
-        chunk_rows: rows in a chunk file of the table.
+        chunk_rows: rows in a chunk file of the table, and records in one of a log.
+        log_rows_per_file: row ids in a file of a log.
     """
 
     num_embeddings: int
     width: int
     dtype: np.dtype
     chunk_rows: int
+    log_rows_per_file: int
 
     @classmethod
     def plan(cls, manifest: Manifest, chunk_rows: int | None = None) -> Layout:
-        """Choose the chunk size: 32 MiB, larger where that would make too many files."""
+        """Choose the sizes of files: a chunk has 32 MiB, more where that would make too many."""
         rows, record = manifest.num_embeddings, manifest.width * manifest.numpy_dtype.itemsize
         if chunk_rows is not None:
             chunk_rows = min(chunk_rows, _up(rows))
         else:
             wanted = max(_CHUNK_BYTES // record, -(-rows // _MOST_CHUNKS), 1)
             chunk_rows = min(_up(wanted), _up(rows))
-        return cls(rows, manifest.width, manifest.numpy_dtype, chunk_rows)
+        row_ids = min(_LOG_ROWS_PER_FILE, _log_capacity(rows))
+        return cls(rows, manifest.width, manifest.numpy_dtype, chunk_rows, row_ids)
 
     @property
     def record_bytes(self) -> int:
@@ -256,19 +186,32 @@ class Layout:
         return -(-self.num_embeddings // self.chunk_rows)
 
     @property
+    def num_files(self) -> int:
+        """How many files the table and its logs can have."""
+        log = self.log
+        a_log = -(-log.capacity // log.rows_per_file) - (-log.capacity // log.records_per_file)
+        return self.num_chunks + 2 * a_log
+
+    @property
     def log_limit(self) -> int:
         """Positions at which a commit seals the log."""
         return max(self.num_embeddings // 2, ALIGNMENT)
 
     @property
     def log(self) -> LogShape:
-        # Room for every row once as a full log is rolled over, then for a step on every row, and
-        # an eighth of both for positions skipped at run ends.
-        capacity = _up(2 * self.num_embeddings + self.num_embeddings // 4 + _SMALLEST_LOG)
-        records = min(self.chunk_rows, capacity)
         return LogShape(
-            capacity, min(_LOG_ROWS_PER_FILE, capacity), records, self.width, self.dtype
+            _log_capacity(self.num_embeddings),
+            self.log_rows_per_file,
+            self.chunk_rows,
+            self.width,
+            self.dtype,
         )
+
+
+def _log_capacity(rows: int) -> int:
+    # Room for every row once as a full log is rolled over, then for a step on every row, and an
+    # eighth of both for positions skipped at run ends.
+    return _up(2 * rows + rows // 4 + _SMALLEST_LOG)
 
 
 def _up(rows: int) -> int:

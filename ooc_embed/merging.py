@@ -51,6 +51,7 @@ class Merge:
         merged: chunks that have the log's records already.
 
     Attributes:
+        log: the sealed log.
         finished: ``(index, crc32)`` of chunks that wait to be settled.
         stopping: it ends early.
         failure: what made it end early, or None.
@@ -65,8 +66,8 @@ class Merge:
         self.failure: BaseException | None = None
         self.seconds = 0.0
         self._began = time.perf_counter()
+        self.log = log
         self._store = store
-        self._log = log
         self._known_crc32 = known_crc32
         self._merged = merged
         self._existing = store.manifest.checksums
@@ -209,7 +210,7 @@ class Merge:
     def _plan(self) -> NewestRecords:
         if self._newest is None:
             layout = self._store.layout
-            newest = NewestRecords(self._log, layout.chunk_rows, layout.num_chunks)
+            newest = NewestRecords(self.log, layout.chunk_rows, layout.num_chunks)
             todo = [index for index in newest.chunks() if index not in self._merged]
             with self._changed:
                 self._newest, self._todo, self._left = newest, deque(todo), len(todo)
@@ -240,7 +241,7 @@ class Merge:
             buffer[:] = 0
         chunk = buffer.view(layout.dtype).reshape(layout.chunk_rows, layout.width)
         rows, positions = newest.of_chunk(index)
-        self._log.copy(positions, chunk, rows)
+        self.log.copy(positions, chunk, rows)
         crc = self._known_crc32[index] = self._store.write_chunk(index, chunk)
         return crc
 

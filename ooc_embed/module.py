@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import checkpoint
+from .creation import check_count
 from .errors import StoreError
 from .gradients import GRADIENT_OPTIONS
 from .manifest import VERSION_FIELD
@@ -25,7 +26,6 @@ from .views import RowView
 class TableModule(nn.Module):
     """A module that has a table open."""
 
-    num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
     max_norm: float | None
@@ -36,6 +36,10 @@ class TableModule(nn.Module):
     _finalizer: weakref.finalize[..., Any]
 
     # The table
+
+    @property
+    def num_embeddings(self) -> int:
+        return self._table.manifest.num_embeddings
 
     @property
     def weight(self) -> RowView:
@@ -105,6 +109,8 @@ class TableModule(nn.Module):
     def flush(self) -> None:
         """Commit, and bring every row into the zarr array ``table``, for any zarr reader.
 
+        Earlier commits cannot be returned to then: a warning names those that were kept.
+
         Raises:
             OSError, StoreError: as `commit`.
         """
@@ -121,6 +127,66 @@ class TableModule(nn.Module):
         """
         self._table.close(self.optimizer.kept_param_groups(), flush=flush)
         self._finalizer.detach()
+
+    # Going back
+
+    @property
+    def keep_commits(self) -> int:
+        return self._table.manifest.history.keep
+
+    @keep_commits.setter
+    def keep_commits(self, count: int) -> None:
+        check_count("keep_commits", count)
+        self._table.keep_commits(int(count))
+
+    def commits(self) -> dict[int, int]:
+        """The commits that `rollback` can return to, number to step, the oldest first."""
+        return {commit.number: commit.step for commit in self._table.manifest.history.commits}
+
+    def rollback(self, commit: int | None = None) -> None:
+        """Return to a commit: rows, moments, step and hyper-parameters. What came after it is lost.
+
+        It takes as long as opening the store. Gradients that wait for ``optimizer.step()`` are
+        dropped, and the cache is empty.
+
+        Args:
+            commit: one of `commits`; None is the newest, which drops what was not committed.
+
+        Raises:
+            StoreError: it is not kept, or the table is closed or read-only.
+            OSError: the disk is full, or failed; nothing has changed. If it failed while the store
+                was read anew, the table is closed, and the store is at that commit.
+        """
+        self._table.rollback(commit, self.optimizer.go_back)
+
+    def snapshot(self, path: str | Path) -> None:
+        """Commit, and make a copy of the store, with the commits that it keeps.
+
+        On the same file system its large files are the store's own under second names, and it takes
+        no space until one of the two changes; on another one all is copied.
+
+        Args:
+            path: a folder that does not exist.
+
+        Raises:
+            FileExistsError: something is there.
+            ValueError: it is inside of the store.
+            OSError: as `commit`; nothing is left at ``path``.
+        """
+        self._table.snapshot(Path(path).resolve(), self.optimizer.kept_param_groups())
+
+    def resize(self, num_embeddings: int) -> None:
+        """Commit, and commit a larger number of rows. The new ones begin as all rows do.
+
+        Args:
+            num_embeddings: not fewer than there are.
+
+        Raises:
+            ValueError: fewer, or too many for the size of the store's files.
+            OSError, StoreError: as `commit`.
+        """
+        check_count("num_embeddings", num_embeddings)
+        self._table.resize(int(num_embeddings), self.optimizer.kept_param_groups())
 
     def __enter__(self) -> Self:
         return self
@@ -157,11 +223,18 @@ class TableModule(nn.Module):
             text += f", step_on={self.step_on!r}"
         return text + (", read_only=True" if self.read_only else "")
 
-    def get_extra_state(self) -> dict[str, Any]:
-        """What a checkpoint keeps of a table: which commit belongs to it. A writer commits."""
-        if not self.read_only:
-            self.commit()
+    def get_extra_state(self) -> torch.Tensor:
+        """What a checkpoint keeps of a table: which commit belongs to it.
+
+        A writer commits, and keeps this commit beyond all others until it hands out another.
+        """
+        if self._may_commit:
+            self._table.commit(self.optimizer.kept_param_groups(), hand_out=True)
         return checkpoint.describe(self._table)
+
+    @property
+    def _may_commit(self) -> bool:
+        return not (self.read_only or self.closed or self._table.forked)
 
     def set_extra_state(self, state: Any) -> None:
         """Check that the store is where the checkpoint left it.
@@ -191,8 +264,12 @@ class TableModule(nn.Module):
             try:
                 self.set_extra_state(state_dict[key])
             except StoreError as error:
-                error_msgs.append(str(error))
-        unexpected_keys += [name for name in state_dict if name.startswith(prefix) and name != key]
+                # With strict=False too, which torch does not tell modules of.
+                error_msgs.append(f"{key}: {error}")
+        others = [name for name in state_dict if name.startswith(prefix) and name != key]
+        # A module that was added to this one loads its own.
+        known = tuple(f"{prefix}{name}." for name in self._modules)
+        unexpected_keys += [name for name in others if not name.startswith(known)]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in ("weight", "state", "version"):

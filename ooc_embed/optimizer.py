@@ -189,6 +189,11 @@ class TableOptimizer(torch.optim.Optimizer):
         self._check(group)
         own.update(group)
 
+    def go_back(self, param_groups: list[dict[str, Any]]) -> None:
+        """Take the hyper-parameters of a commit, and drop the gradients that wait."""
+        self._drop()
+        self.param_groups[0].update(rules.from_plain(param_groups[0]))
+
     def __reduce__(self) -> Any:
         raise TypeError("the optimizer of a table belongs to it: save its state_dict()")
 

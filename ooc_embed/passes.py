@@ -52,6 +52,20 @@ def in_compiled_autograd() -> bool:
     return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
+def refuse_transforms(layer: object) -> None:
+    """Raise where a ``torch.func`` transform would run a lookup of ``layer``.
+
+    Raises:
+        RuntimeError: one does; torch's own errors for it name neither the layer nor a way.
+    """
+    if torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            f"{type(layer).__name__} cannot be transformed by torch.func (vmap, grad, jacrev, jvp "
+            f"and the like): its rows come from the disk, and step in backward(). Look the rows up "
+            f"before, and transform a function of them"
+        )
+
+
 def _at_the_end(callback: Callable[[], None]) -> None:
     """Have autograd call back at the end of the running backward pass, if it succeeds."""
     Variable._execution_engine.queue_callback(callback)

@@ -7,6 +7,7 @@ import math
 import mmap
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,16 +28,23 @@ def train_step(embedding: nn.Module, ids: Tensor, target: Tensor) -> None:
 
 
 class RamTable:
-    """``nn.Embedding(sparse=True)`` with ``torch.optim.SparseAdam``, the table in RAM.
+    """``nn.Embedding(sparse=True)`` with an optimizer of torch's, the table in RAM.
 
     Args:
         weight: the initial rows, (num_embeddings, embedding_dim); used in place.
         lr: learning rate.
+        optimizer: one that takes sparse gradients.
     """
 
-    def __init__(self, weight: Tensor, *, lr: float = 1e-3) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        *,
+        lr: float = 1e-3,
+        optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.SparseAdam,
+    ) -> None:
         self.embedding = nn.Embedding(len(weight), weight.shape[1], sparse=True, _weight=weight)
-        self.optimizer = torch.optim.SparseAdam(self.embedding.parameters(), lr=lr)
+        self.optimizer = optimizer(self.embedding.parameters(), lr=lr)
 
     def step(self, ids: Tensor, target: Tensor) -> None:
         """One training step on ``ids`` (n,) with the gradient ``target`` (n, embedding_dim)."""

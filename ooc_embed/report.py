@@ -46,6 +46,7 @@ def describe(path: str | Path) -> str:
         "rule": f"{manifest.rule['name']}({hyper})",
         "step": f"{commit.step:,}",
         "commit": f"{commit.number:,}, {_time(commit.created)}, ooc_embed {commit.library}",
+        "kept commits": _kept(manifest),
         "rows written": f"{written:,} ({written / manifest.num_embeddings:.1%})",
         "chunks": f"{len(manifest.checksums):,} of {layout.num_chunks:,}, "
         f"{layout.chunk_rows:,} rows and {layout.chunk_bytes:,} bytes each",
@@ -89,8 +90,7 @@ def _verify(store: Store) -> list[str]:
             problems.append(str(error))
             continue
         try:
-            log.check_rows()
-            log.check_records()
+            log.check_prefixes(manifest.history.states_of(state.generation))
             _check_row_ids(log, layout.num_embeddings)
             if state is not manifest.commit.logs[-1]:
                 newest = NewestRecords(log, layout.chunk_rows, layout.num_chunks)
@@ -135,6 +135,14 @@ def _check_chunks(store: Store, unsure: set[int]) -> list[str]:
             )
     unnamed = sorted(set(chunk_files(store.path)) - set(checksums) - unsure)
     return problems + [f"{store.chunk_path(i)} is not named by the manifest" for i in unnamed]
+
+
+def _kept(manifest: Manifest) -> str:
+    history = manifest.history
+    text = ", ".join(f"{commit.number} (step {commit.step:,})" for commit in history.commits)
+    if history.checkpoint is not None:
+        text += f"; a checkpoint has {history.checkpoint}"
+    return f"{text}; the newest {history.keep:,} are kept"
 
 
 def _logs(manifest: Manifest) -> str:

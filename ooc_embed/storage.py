@@ -12,6 +12,7 @@ files: what they have finished is entered here, by whoever changes the table nex
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -19,11 +20,13 @@ import numpy as np
 import torch
 
 from .cache import RowCache
+from .chunks import Chunks
 from .errors import CorruptStoreError, StoreError
+from .history import Commit, History
 from .interrupts import uninterrupted
 from .log import ALIGNMENT, SKIPPED, FillRecords, LogState, RecordLog
-from .manifest import Commit, Manifest
-from .mapped import MappedRows
+from .logs import Logs
+from .manifest import Manifest
 from .merging import Merge
 from .places import StoredRecords
 from .progress import progress
@@ -69,31 +72,12 @@ class Storage:
         self._cache = cache
         self._counters = counters
         self._failed: str | None = None
-        self._merge: Merge | None = None
-        # Chunks that have the sealed log's records, and are mapped so.
-        self._merged: dict[int, int] = {}
-        # Chunk files whose content is known. Of an unfinished merge they have either content.
-        sealed = len(self.manifest.commit.logs) == 2
-        self._known_crc32 = {} if sealed else dict(self.manifest.checksums)
-        layout = store.layout
-        store.check_chunk_sizes()
-        self._chunks = MappedRows(layout.num_chunks, layout.chunk_rows, layout.width, layout.dtype)
-        for index in self.manifest.checksums:
-            self._chunks.map_file(index, store.chunk_path(index))
-        logs = [self._open_log(state) for state in self.manifest.commit.logs]
-        for log in logs:
-            log.check_rows()
+        self._chunks = Chunks(store, cache, counters)
+        self._logs = Logs(store)
+        for log in self._logs.named:
             self._find_records(log)
-        self._active = logs[-1]
-        # The log that takes no appends: sealed and waiting for its merge, or empty.
-        self._other = logs[0]
-        self._sealed = len(logs) == 2
-        if not self._sealed:
-            self._other = self._open_log(LogState(self._active.state.generation + 1))
-        self.stored = StoredRecords(self._chunks, (self._active, self._other), counters)
-
-    def _open_log(self, state: LogState) -> RecordLog:
-        return RecordLog(self.store.log_folder(state.generation), self.store.layout.log, state)
+        both = (self._logs.active, self._logs.other)
+        self.stored = StoredRecords(self._chunks.mapped, both, counters)
 
     def _find_records(self, log: RecordLog) -> None:
         """Enter a log's rows into the map; the last record of a row wins."""
@@ -110,9 +94,7 @@ class Storage:
 
     def recover(self) -> None:
         """Remove what a killed writer left; `begin_merge` goes on with its merge."""
-        self._active.drop_tail()
-        if not self._sealed:
-            self._other.drop_tail()
+        self._logs.drop_tails()
         self.store.drop_leftovers()
 
     # Appending
@@ -127,7 +109,7 @@ class Storage:
 
     def has_room(self, count: int) -> bool:
         """Whether a run of ``count`` records fits into the active log as it is."""
-        log = self._active
+        log = self._logs.active
         return not log.suspect and log.end_after(count) <= log.shape.capacity
 
     def _ensure_room(self, count: int) -> bool:
@@ -144,18 +126,18 @@ class Storage:
         Raises:
             OSError: the disk is full, or failed. The log is as it was.
         """
-        return Run(rows, self._active.write(rows.numpy(), fill))
+        return Run(rows, self._logs.active.write(rows.numpy(), fill))
 
     def read_back(self, run: Run, *, wait: bool) -> None:
         """Have a run read into the page cache, which it was written past; perhaps wait for it."""
         end = run.state.records
-        self._active.read_back(end - len(run.rows), end, wait=wait)
+        self._logs.active.read_back(end - len(run.rows), end, wait=wait)
 
     def accept(self, run: Run) -> int:
         """Make a run a part of the log; return the global position of its first record."""
-        self._active.accept(run.state)
+        self._logs.active.accept(run.state)
         self._counters.appended(len(run.rows), self.store.layout.record_bytes)
-        return self._active.base + run.state.records - len(run.rows)
+        return self._logs.active.base + run.state.records - len(run.rows)
 
     def append_slots(self, slots: torch.Tensor) -> Run:
         """Append the cache's records at ``slots``, which are in the order of their rows."""
@@ -176,13 +158,21 @@ class Storage:
 
     # Committing
 
-    def commit(self, commit: Commit, *, flush: bool, closing: bool = False) -> None:
+    def commit(
+        self,
+        commit: Commit,
+        *,
+        flush: bool = False,
+        hand_out: bool = False,
+        closing: bool = False,
+    ) -> None:
         """Make all records durable, and with ``flush`` bring them into the table's chunks.
 
         Args:
             commit: what to commit beside the records; its number and logs are set here. It is
                 skipped if nothing has changed.
             flush: wait for a merge of all.
+            hand_out: a checkpoint will name it, and it is kept until another does.
             closing: only warn of a merge that failed, since opening goes on with it.
 
         Raises:
@@ -194,56 +184,56 @@ class Storage:
         dirty = int(self._cache.dirty.count_nonzero())
         self._ensure_room(dirty + ALIGNMENT * self._cache.dirty_parts)
         self._append_dirty()
-        last = self.manifest.commit
-        if self._active.state != self._active.committed or (commit.step, commit.param_groups) != (
+        last, active = self.manifest.commit, self._logs.active
+        if active.state != active.committed or (commit.step, commit.param_groups) != (
             last.step,
             last.param_groups,
         ):
             self._sync()
-            self._name_commit(commit, seal=flush or self._full)
+            logs = self._logs.states(seal=flush or self._full)
+            history = self.manifest.history  # to sync may have moved its commits to other logs
+            history = history.added(replace(commit, number=history.next_number, logs=logs))
+            self._name_history(history.handed_out() if hand_out else history)
             self._counters.committed(begin)
+        elif hand_out and self.manifest.history.checkpoint != last.number:
+            self._name_history(self.manifest.history.handed_out())
         self._conclude_merge(forgiving=closing and not flush)
-        if self._active.end and not self._sealed and (flush or self._full):
-            self._seal(commit)
-        while flush and self._sealed:
+        self._seal(flush or self._full)
+        while flush and self._logs.sealed:
             self._finish_merge(shown=True)
-            if self._active.end:
-                self._seal(commit)
+            self._seal(True)
 
-    def _seal(self, commit: Commit) -> None:
-        begin = time.perf_counter()
-        self._name_commit(commit, seal=True)
-        self._counters.committed(begin)
+    def _seal(self, wanted: bool) -> None:
+        """Close the active log, which makes no commit: all that it has is in one already."""
+        if wanted and self._logs.active.end and not self._logs.sealed:
+            self._name_history(self.manifest.history.restated(self._logs.states(seal=True)))
 
     @property
     def _full(self) -> bool:
-        return self._active.end > self.store.layout.log_limit
+        return self._logs.active.end > self.store.layout.log_limit
 
     def _sync(self) -> None:
         """Make the active log durable; where the disk failed, in new files."""
         try:
-            self._active.sync()
+            self._logs.active.sync()
             return
         except OSError:
-            if not self._active.suspect:
+            if not self._logs.active.suspect:
                 raise
         try:
             self._roll_over()
             self._append_dirty()
-            self._active.sync()
+            self._logs.active.sync()
         except OSError as error:
             self._failed = f"the disk failed twice to keep the log ({error}): open the store again"
             raise
 
-    def _name_commit(self, commit: Commit, *, seal: bool) -> None:
-        state = self._active.state
-        logs: tuple[LogState, ...] = (state,)
-        if self._sealed:
-            logs = (self._other.committed, state)
-        elif seal and state.records:
-            logs = (state, LogState(state.generation + 1))
-        number = self.manifest.commit.number + 1
-        self._name(replace(self.manifest, commit=replace(commit, number=number, logs=logs)))
+    def keep_commits(self, count: int) -> None:
+        """Keep another number of commits from now on."""
+        self._name_history(self.manifest.history.keeping(count))
+
+    def _name_history(self, history: History) -> None:
+        self._name(replace(self.manifest, history=history))
 
     def _name(self, manifest: Manifest, then: Callable[[], None] = lambda: None) -> None:
         """Replace the manifest; memory follows what the disk says, even if the call fails late."""
@@ -257,16 +247,10 @@ class Storage:
 
     def _follow(self, manifest: Manifest) -> None:
         self.manifest = manifest
-        logs = manifest.commit.logs
-        if logs[-1].generation != self._active.state.generation:  # the active log was sealed
-            self._active, self._other = self._other, self._active
-            self._other.state = self._other.committed = logs[0]
-        self._active.committed = logs[-1]
-        if self._sealed and len(logs) == 1:
-            self._other.restart(logs[-1].generation + 1)
-            self._known_crc32 = dict(manifest.checksums)
-            self._merged = {}
-        self._sealed = len(logs) == 2
+        was_sealed = self._logs.sealed
+        self._logs.follow(manifest.commit.logs)
+        if was_sealed and not self._logs.sealed:
+            self._chunks.follow()
 
     # Moving records
 
@@ -276,7 +260,7 @@ class Storage:
         Nothing becomes a commit by it: the manifest names other logs for the same state.
         """
         self._finish_merge()
-        old, new = self._active, self._other
+        old, new = self._logs.active, self._logs.other
         if old.suspect:
             try:
                 old.check_tail()
@@ -294,14 +278,11 @@ class Storage:
                     new.accept(new.write(rows.numpy(), old.copier(positions)))
                     self._counters.appended(len(rows), self.store.layout.record_bytes)
                     moved.append((block, new.base + new.end - len(rows)))
-            commit = replace(
-                self.manifest.commit, logs=(old.committed, LogState(new.state.generation))
-            )
-            self._name(
-                replace(self.manifest, commit=commit), lambda: self._rehome(moved, low, high)
-            )
+            logs = (old.committed, LogState(new.state.generation))
+            named = replace(self.manifest, history=self.manifest.history.restated(logs))
+            self._name(named, lambda: self._rehome(moved, low, high))
         finally:
-            if self._active is old:
+            if self._logs.active is old:
                 with uninterrupted():
                     new.restart(new.state.generation)
                     new.drop_tail()
@@ -316,55 +297,47 @@ class Storage:
     # Merging
 
     def begin_merge(self) -> Merge | None:
-        """Have the sealed log, if there is one, merged in the background."""
-        with uninterrupted():
-            if self._sealed and self._merge is None:
-                self._merge = Merge(self.store, self._other, self._known_crc32, self._merged)
-            return self._merge
+        """Have the sealed log merged in the background, if there is one that may be."""
+        if self._logs.sealed and not self.manifest.history.behind:
+            self._chunks.begin_merge(self._logs.other)
+        return self._chunks.merge
+
+    def _give_up_commits(self) -> None:
+        """Keep no commit that does not contain the sealed log whole, so that it may be merged."""
+        behind = self.manifest.history.behind
+        if behind:
+            names = ", ".join(f"{commit.number} (step {commit.step})" for commit in behind)
+            warnings.warn(
+                f"{self.store.path}: merging the log gives up commit {names}, which rollback could "
+                f"return to until now; snapshot() keeps a commit for good",
+                stacklevel=2,
+            )
+            self._name_history(self.manifest.history.given_up())
 
     def settle(self) -> None:
-        """Use the chunks that a merge has finished; it costs nothing where there are none."""
-        while self._merge is not None and self._merge.finished:
-            self._settle_one(self._merge)
-
-    def _settle_one(self, merge: Merge) -> None:
-        with uninterrupted():
-            index, crc = merge.finished[0]
-            log, rows = self._other, self.store.layout.chunk_rows
-            try:
-                self._chunks.map_file(index, self.store.chunk_path(index))
-            except (OSError, CorruptStoreError) as error:
-                merge.fail(error)
-            else:
-                block = slice(index * rows, (index + 1) * rows)
-                self._cache.moved(block, log.base, log.base + log.shape.capacity)
-                self._merged[index] = crc
-                self._counters.bytes_written += self.store.layout.chunk_bytes
-            merge.settled()
+        """Use what a merge has finished; it costs nothing where that is nothing."""
+        self._chunks.settle()
 
     def stop_merge(self) -> None:
-        """Let the merge end after the chunks that are in flight; `begin_merge` goes on with it."""
-        if self._merge is not None:
-            self._merge.stop()
-            self.settle()
-            self._merge.close()
-            self._merge = None
+        """Let a merge end early; `begin_merge` goes on with it."""
+        self._chunks.stop_merge()
 
     def _finish_merge(self, *, shown: bool = False) -> None:
         """Wait until no log is sealed. An interrupted wait leaves the merge going on."""
-        if self._merge is not None and self._merge.stopping:
+        if self._chunks.merge is not None and self._chunks.merge.stopping:
             self.stop_merge()
+        self._give_up_commits()
         merge = self.begin_merge()
         if merge is not None:
             chunks = merge.wait()
             for _ in progress(chunks, "merging", "chunk", merge.left) if shown else chunks:
-                self._settle_one(merge)
+                self._chunks.settle_one(merge)
             self._conclude_merge()
 
     def _conclude_merge(self, *, forgiving: bool = False) -> None:
         """Name the state without the sealed log if its merge is over; raise what made it fail."""
         self.settle()
-        merge = self._merge
+        merge = self._chunks.merge
         if merge is None:
             return
         if merge.stopping:
@@ -373,12 +346,38 @@ class Storage:
         elif merge.complete:
             self.stop_merge()
             self.store.sync_table()
-            log = self._other
-            commit = replace(self.manifest.commit, logs=(self._active.committed,))
-            checksums = self.manifest.checksums | self._merged
-            self._name(replace(self.manifest, commit=commit, checksums=checksums))
+            log = self._logs.other
+            history, checksums = self.manifest.history.merged(), self._chunks.checksums
+            self._name(replace(self.manifest, history=history, checksums=checksums))
             log.drop_tail()
             self._counters.merged(merge.seconds)
+
+    # Going back, and growing: the table reads all of the store anew then
+
+    def roll_back(self, number: int) -> None:
+        """Name an earlier commit as the newest; what came after it is lost.
+
+        Raises:
+            StoreError: it is not kept.
+            OSError: the disk is full, or failed; nothing has changed.
+        """
+        target = self.manifest.history.find(number)
+        self.stop_merge()
+        if target != self.manifest.commit:
+            history = self.manifest.history.back_to(target.number)
+            self.store.write_manifest(replace(self.manifest, history=history))
+
+    def resize(self, num_embeddings: int) -> None:
+        """Commit another number of rows; a commit of all records comes before."""
+        self.stop_merge()
+        history = self.manifest.history
+        commit = replace(
+            history.newest,
+            number=history.next_number,
+            num_embeddings=num_embeddings,
+            created=time.time(),
+        )
+        self.store.resize(replace(self.manifest, history=history.added(commit)))
 
     # Life
 
@@ -394,6 +393,5 @@ class Storage:
 
     def close(self) -> None:
         """Let go of maps and files; `stop_merge` comes before."""
-        self._active.close()
-        self._other.close()
+        self._logs.close()
         self._chunks.close()

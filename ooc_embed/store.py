@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import warnings
 import zlib
 from collections.abc import Callable, Iterable
@@ -17,20 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from . import durable
-from .arrays import array_facts, make_arrays, read_metadata
+from . import claim, durable
+from .arrays import array_facts, lengthen, make_arrays, read_metadata
+from .disk_facts import free_bytes, warn_of_network
 from .errors import CorruptStoreError, FormatError
 from .log import ALIGNMENT
-from .manifest import Layout, Manifest
+from .manifest import ATTRIBUTE, Layout, Manifest
 
-ATTRIBUTE = "ooc_embed"
-_FOLDERS = ("table", "column", "log")
-# All files that a creation, finished or not, puts into its folder.
-_OURS = re.compile(
-    r"(table|column|log|log/[01]|log/[01]/(rows|records))"
-    r"/((zarr\.json|writer\.json|c\.\d+(\.0)?|c/0)(\.tmp|\.[0-9a-f]*\.partial)?"
-    r"|zarr\.[0-9a-f]*\.partial)"
-)
+# Each is mapped, and a process may have 65,530 maps on most systems.
+_MOST_FILES = 32_768
 
 
 class Store:
@@ -43,10 +37,15 @@ class Store:
         writable: opened with ``"r+"`` or created.
     """
 
-    def __init__(self, path: Path, lock: durable.DirectoryLock | None) -> None:
+    def __init__(
+        self, path: Path, lock: durable.DirectoryLock | None, commit: int | None = None
+    ) -> None:
         self.path = path
         self._lock = lock
-        self.manifest, self._written = self._read()
+        self._found, self._written = self._read()
+        self.manifest = self._found
+        if commit is not None:
+            self.manifest = replace(self._found, history=self._found.history.until(commit))
         self.layout = self._read_layout()
 
     @property
@@ -77,21 +76,11 @@ class Store:
             LockedError: a store is there and somebody writes to it.
             OSError: the disk is full, or failed.
         """
-        existing = _what_is_there(path)
-        if existing == "store" and not overwrite:
-            raise FileExistsError(
-                f"{path} is a store already: DiskEmbedding.open(path) goes on with it, "
-                f"overwrite=True replaces it"
-            )
-        if existing == "foreign":
-            raise FileExistsError(f"{path} exists and is no ooc_embed store: choose another path")
+        claim.check_free(path, overwrite=overwrite)
         layout = Layout.plan(manifest, chunk_rows)
         _warn_if_short_of_space(path, layout)
-        new = not path.exists()
-        durable.make_directory(path)
-        lock = durable.DirectoryLock(path, _holder(path))
-        try:
-            _clear(path)
+        warn_of_network(path)
+        with claim.claimed(path) as lock:
             make_arrays(path, manifest, layout)
             checksums = {}
             for index, chunk in enumerate(rows(layout) if rows else ()):
@@ -101,30 +90,31 @@ class Store:
             _rename_manifest(path, _metadata({}, manifest))
             durable.sync_directory(path)
             return cls(path, lock)
-        except BaseException:
-            _clear(path)
-            if new:
-                durable.remove_tree(path)
-            lock.close()
-            raise
 
     @classmethod
-    def open(cls, path: Path, mode: str) -> Store:
+    def open(cls, path: Path, mode: str, commit: int | None = None) -> Store:
         """Open a store to write (``"r+"``) or to read (``"r"``).
+
+        Args:
+            path: the folder.
+            mode: how.
+            commit: of a reader, the number of the commit to read; None is the newest.
 
         Raises:
             ValueError: another mode.
             FileNotFoundError: there is nothing.
             FormatError: there is something else.
             LockedError: another writer has it open.
+            StoreError: that commit is not kept.
         """
         if mode not in ("r+", "r"):
             raise ValueError(f"mode must be 'r+' or 'r', got {mode!r}")
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist: DiskEmbedding(..., path=) creates it")
         if mode == "r":
-            return cls(path, None)
-        lock = durable.DirectoryLock(path, _holder(path))
+            return cls(path, None, commit)
+        warn_of_network(path)
+        lock = durable.DirectoryLock(path, claim.holder_file(path))
         try:
             return cls(path, lock)
         except BaseException:
@@ -157,9 +147,11 @@ class Store:
         if self._lock is not None:
             self._lock.name_holder()
 
-    def logs_changed(self) -> bool:
-        """Whether the manifest on disk names other logs than this object read."""
-        found, known = self.reread(), self.manifest
+    def has_changed(self) -> bool:
+        """Whether files of the commit that this object read may be others by now."""
+        found, known = self.reread(), self._found
+        if known is not self.manifest and self.manifest.commit.number not in found.history:
+            return True
         return found.table_id != known.table_id or [
             log.generation for log in found.commit.logs
         ] != [log.generation for log in known.commit.logs]
@@ -181,8 +173,37 @@ class Store:
         data = _metadata(self._foreign_attributes(), manifest)
         _rename_manifest(self.path, data)
         # From here on this is the state, though a power cut could still undo it.
-        self._written, self.manifest = data, manifest
+        self._written, self._found, self.manifest = data, manifest, manifest
+        self.layout = replace(self.layout, num_embeddings=manifest.num_embeddings)
         durable.sync_directory(self.path)
+
+    def name_copy(self, path: Path) -> None:
+        """Write the manifest into a copy of the files: that makes it a store."""
+        _rename_manifest(path, _metadata(self._foreign_attributes(), self.manifest))
+        durable.sync_directory(path)
+
+    def check_growth(self, num_embeddings: int) -> None:
+        """Refuse fewer rows, and more than files of this size are good for.
+
+        Raises:
+            ValueError: both numbers are named.
+        """
+        rows, layout = self.manifest.num_embeddings, self.layout
+        if num_embeddings < rows:
+            raise ValueError(f"a table of {rows:,} rows cannot shrink to {num_embeddings:,}")
+        num_files = replace(layout, num_embeddings=num_embeddings).num_files
+        if num_files > _MOST_FILES:
+            raise ValueError(
+                f"{num_embeddings:,} rows would make up to {num_files:,} files of "
+                f"{layout.chunk_rows:,} rows each, {_MOST_FILES:,} are possible: make a new table "
+                f"of that size, which has larger ones, and copy the rows"
+            )
+
+    def resize(self, manifest: Manifest) -> None:
+        """Replace ``zarr.json`` by a manifest with another number of rows; arrays grow before."""
+        layout = replace(self.layout, num_embeddings=manifest.num_embeddings)
+        lengthen(self.path, layout)
+        self.write_manifest(manifest)
 
     def drop_leftovers(self) -> None:
         """Unlink temporary files of a killed writer, and chunk files it never came to name."""
@@ -229,17 +250,20 @@ class Store:
             raise FormatError(f"{path}: {error}") from error
 
     def _read_layout(self) -> Layout:
-        manifest, path = self.manifest, self.path / "table"
-        try:
-            chunk_rows = int(read_metadata(path)["chunk_grid"]["configuration"]["chunk_shape"][0])
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise FormatError(f"{path / 'zarr.json'} is damaged: {error!r}") from error
-        if chunk_rows < 1 or chunk_rows % ALIGNMENT:
-            raise FormatError(f"{path} has chunks of {chunk_rows} rows, no multiple of {ALIGNMENT}")
-        layout = Layout(manifest.num_embeddings, manifest.width, manifest.numpy_dtype, chunk_rows)
+        manifest = self.manifest
+        layout = Layout(
+            manifest.num_embeddings,
+            manifest.width,
+            manifest.numpy_dtype,
+            _rows_per_file(self.path / "table"),
+            _rows_per_file(self.path / "log" / "0" / "rows"),
+        )
         for name, facts in array_facts(layout).items():
             found = read_metadata(self.path / name)
             for key, value in facts.items():
+                # A table that was about to grow, or went back to fewer rows, has longer arrays.
+                if key == "shape" and _is_longer(found.get(key), value):
+                    continue
                 if found.get(key) != value:
                     raise FormatError(
                         f"{self.path / name / 'zarr.json'} has {key} {found.get(key)!r}, "
@@ -279,11 +303,28 @@ def chunk_files(path: Path) -> list[int]:
 
 def holder(path: Path) -> str | None:
     """Who has the store open for writing, in words, or None."""
-    return durable.lock_holder(path, _holder(path))
+    return durable.lock_holder(path, claim.holder_file(path))
 
 
-def _holder(path: Path) -> Path:
-    return path / "table" / "writer.json"
+def _rows_per_file(folder: Path) -> int:
+    try:
+        rows = int(read_metadata(folder)["chunk_grid"]["configuration"]["chunk_shape"][0])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise FormatError(f"{folder / 'zarr.json'} is damaged: {error!r}") from error
+    if rows < 1 or rows % ALIGNMENT:
+        raise FormatError(f"{folder} has chunks of {rows} rows, no multiple of {ALIGNMENT}")
+    return rows
+
+
+def _is_longer(found: Any, shape: list[int]) -> bool:
+    """Whether an array's shape differs from what it must be at least by its length alone."""
+    return (
+        isinstance(found, list)
+        and len(found) == len(shape)
+        and found[1:] == shape[1:]
+        and type(found[0]) is int
+        and found[0] > shape[0]
+    )
 
 
 def _chunk_path(path: Path, index: int) -> Path:
@@ -311,36 +352,10 @@ def _rename_manifest(path: Path, data: bytes) -> None:
     durable.replace(path / "zarr.json", data, path / "table" / f"zarr.json{durable.TEMPORARY}")
 
 
-def _what_is_there(path: Path) -> str:
-    """``"nothing"``, ``"unfinished"`` creation, a ``"store"``, or something ``"foreign"``."""
-    if not path.exists():
-        return "nothing"
-    if not path.is_dir():
-        return "foreign"
-    if (path / "zarr.json").exists():
-        try:
-            attributes = json.loads((path / "zarr.json").read_bytes())["attributes"]
-            return "store" if ATTRIBUTE in attributes else "foreign"
-        except (OSError, ValueError, KeyError, TypeError):
-            return "foreign"
-    files = (str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir())
-    return "unfinished" if all(map(_OURS.fullmatch, files)) else "foreign"
-
-
-def _clear(path: Path) -> None:
-    """Remove what an earlier store left, its manifest first: without it, it is no store."""
-    if (path / "zarr.json").exists():
-        durable.remove(path / "zarr.json")
-        durable.sync_directory(path)
-    for name in _FOLDERS:
-        if (path / name).exists():
-            durable.remove_tree(path / name)
-
-
 def _warn_if_short_of_space(path: Path, layout: Layout) -> None:
     table = layout.num_chunks * layout.chunk_bytes
     log = 2 * layout.log_limit * layout.record_bytes
-    free = durable.free_bytes(path)
+    free = free_bytes(path)
     if free < table + log:
         warnings.warn(
             f"{path}: once all rows are trained the table takes {table / 1e9:.1f} GB and its logs "

@@ -13,15 +13,15 @@ from .manifest import VERSION_FIELD
 from .table import Table
 
 _BLOCK_ROWS = 1 << 16
-_RULE = "use an integer, a slice, or a 1-d int32 or int64 tensor, array or list"
+_RULE = "use an integer, a slice, a mask of all rows, or 1-d int32 or int64 ids"
 
 
 class RowView:
     """A field of all rows, read and written by rows; never the whole table in memory.
 
-    ``view[5]`` is one row, ``view[rows]`` (a 1-d integer tensor, array or list) and ``view[a:b]``
-    are ``(n, D)`` tensors, copies. ``view[rows] = values`` writes; of a row that is named twice the
-    last value stays. `blocks` walks over all rows.
+    ``view[5]`` is one row, ``view[rows]`` (a 1-d integer tensor, array or list, or a mask of all
+    rows) and ``view[a:b]`` are ``(n, D)`` tensors, copies. ``view[rows] = values`` writes; of a row
+    that is named twice the last value stays. `blocks` walks over all rows.
 
     Attributes:
         shape: ``(N, D)``; ``(N,)`` for ``version``.
@@ -34,14 +34,21 @@ class RowView:
         self._owner = owner
         self._field = field
         span = table.spans[field]
-        rows, columns = table.manifest.num_embeddings, span.stop - span.start
+        self._columns = span.stop - span.start
         # How often a row was written is a number, not a vector.
         self._counts = field == VERSION_FIELD
-        self.shape = torch.Size((rows,) if self._counts else (rows, columns))
         self.dtype = torch.int64 if self._counts else table.dtype
 
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((len(self),) if self._counts else (len(self), self._columns))
+
     def __len__(self) -> int:
-        return self.shape[0]
+        return self._table.manifest.num_embeddings
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        """``shape``, or one number of it, as ``torch.Tensor.size``."""
+        return self.shape if dim is None else self.shape[dim]
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"RowView has no {name!r}: {_whole(self.__dict__.get('_field', ''))}")
@@ -111,6 +118,8 @@ class RowView:
         if not isinstance(key, (torch.Tensor, np.ndarray, list)):
             raise TypeError(f"rows cannot be named by {key!r}: {_RULE}")
         rows = torch.as_tensor(key, device="cpu")
+        if rows.dtype == torch.bool and rows.shape == self.shape[:1]:
+            return rows.nonzero().squeeze(1)
         if rows.dtype not in (torch.int32, torch.int64) or rows.dim() > 1:
             raise TypeError(f"rows cannot be named by {rows.dim()}-d {rows.dtype}: {_RULE}")
         rows = rows.detach().cpu().to(torch.int64)

@@ -164,6 +164,36 @@ def test_hooks_on_the_output_see_and_change_its_gradient(both):
     assert_same(emb, ram)
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")  # with torch's own, too
+def test_hooks_on_the_module_see_and_change_what_they_do_on_torchs(both):
+    emb, ram = both
+    seen = {}
+
+    def record(name, *what):
+        def hook(module, *args):
+            seen.setdefault(type(module), []).append((name, args[what[0]] if what else None))
+
+        return hook
+
+    for module in (emb, ram.embedding):
+        module.register_forward_pre_hook(record("before"))
+        module.register_forward_hook(lambda module, args, out: out.tanh())
+        module.register_full_backward_pre_hook(lambda module, grads: (grads[0] * 3,))
+        module.register_full_backward_hook(record("backward", 1))
+    everywhere = torch.nn.modules.module
+    handle = everywhere.register_module_forward_hook(record("after", 1))
+    try:
+        train_both(emb, ram, weighted_sum(IDS, torch.randn(4, 2, dtype=torch.float64)))
+    finally:
+        handle.remove()
+    ours, torchs = seen[type(emb)], seen[nn.Embedding]
+    assert [name for name, _ in ours] == ["before", "after", "backward"]
+    assert [name for name, _ in torchs] == ["before", "after", "backward"]
+    assert torch.equal(ours[1][1], torchs[1][1])
+    assert torch.equal(ours[2][1][0], torchs[2][1][0])
+    assert_same(emb, ram)
+
+
 def test_backward_in_another_thread_trains(both):
     emb, ram = both
     loss = emb(IDS).pow(2).sum()
@@ -225,16 +255,32 @@ def test_backward_of_no_ids_is_a_step_without_rows(both):
     assert_same(emb, ram)
 
 
-@pytest.mark.parametrize("transform", ["vmap", "grad"])
-def test_functional_transforms_are_an_error(both, transform):
-    emb, _ = both
+TRANSFORMS: dict[str, Callable[..., object]] = {
+    "vmap": lambda emb, x: torch.func.vmap(emb)(IDS),
+    "grad": lambda emb, x: torch.func.grad(lambda x: (emb(IDS) * x).sum())(x),
+    "jacrev": lambda emb, x: torch.func.jacrev(lambda x: emb(IDS) * x)(x),
+    "vjp": lambda emb, x: torch.func.vjp(lambda x: emb(IDS) * x, x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_functional_transforms_are_an_error_that_names_the_layer_and_the_way(both, transform):
+    emb, ram = both
     before = fingerprint(emb.path)
-    with pytest.raises((RuntimeError, NotImplementedError)):
-        if transform == "vmap":
-            torch.func.vmap(emb)(IDS)
-        else:
-            torch.func.grad(lambda x: (emb(IDS) * x).sum())(leaf().detach())
+    with pytest.raises(RuntimeError, match=r"DiskEmbedding.*torch\.func"):
+        transform(emb, leaf().detach())
     assert_untrained(emb, before)
+    rows = emb(IDS)
+    x = leaf().detach()
+    found = torch.func.grad(lambda x: (rows.detach() * x).sum())(x)
+    assert torch.equal(found, ram.weight[IDS])
+
+
+def test_a_functional_call_outside_any_transform_trains(both):
+    emb, ram = both
+    torch.func.functional_call(emb, dict(emb.named_parameters()), IDS).pow(2).sum().backward()
+    ram.train(lambda lookup: lookup(IDS).pow(2).sum())
+    assert_same(emb, ram)
 
 
 # A graph used twice

@@ -321,6 +321,20 @@ def test_bench_growth_holds_the_hit_rate_whatever_the_size(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["f"]
 
 
+def test_bench_rules_times_every_rule_beside_what_torch_has_of_it(tmp_path: Path) -> None:
+    saved = tmp_path / "f"
+    options = ["--rounds", "2", "--path", str(tmp_path), "--json", str(saved)]
+    assert run_bench("rules", "--rows", "3000", *TINY, *options) == 0
+    found = {f["label"].rpartition(", by ")[0]: f for f in figures_of(saved)}
+    rules = {"SparseAdam", "SGD", "Adagrad", "RowwiseAdagrad"}
+    assert {name.split("(")[0] for name in found} == rules
+    for name, figure in found.items():
+        assert figure["x torch.optim.SparseAdam in RAM"] > 0
+        assert ("x torch.optim.SGD in RAM" in figure) == (name == "SGD")
+        assert ("x torch.optim.Adagrad in RAM" in figure) == (name == "Adagrad")
+    assert [path.name for path in tmp_path.iterdir()] == ["f"]
+
+
 def test_quick_changes_defaults_and_not_what_was_asked_for(tmp_path: Path) -> None:
     options = ["--rows", "3000", *TINY, "--path", str(tmp_path), "--json", str(tmp_path / "f")]
     assert run_bench("hot", "--quick", *options) == 0

@@ -6,6 +6,7 @@ import pytest
 import torch
 from ram_reference import RamTable, assert_stored_equal
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import ooc_embed
 
@@ -95,6 +96,38 @@ def test_compiled_training_step_trains(setup, backend):
         expected.backward()
         ram.step_and_zero()
     check(emb, ram, 4)
+
+
+def test_compiled_model_with_checkpointing_under_autocast_trains_as_torchs(make_table):
+    initial = torch.randn(10, 4)
+    emb, ram = make_table(10, 4, init=initial), RamTable(initial)
+    heads = nn.Linear(4, 3), nn.Linear(4, 3)
+    heads[1].load_state_dict(heads[0].state_dict())
+    pairs = []
+    for lookup, head in zip((emb, ram), heads, strict=True):
+        dense = torch.optim.Adam(head.parameters(), lr=0.1)
+        pairs.append((torch.compile(Model(lookup, head), backend="aot_eager"), dense))
+    for ids in batches():
+        for compiled, dense in pairs:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                checkpoint(compiled, ids, use_reentrant=False).backward()
+            dense.step()
+            dense.zero_grad()
+        ram.step_and_zero()
+    check(emb, ram, 4)
+    torch.testing.assert_close(heads[0].weight, heads[1].weight)
+
+
+def test_freezing_behind_a_compiled_model_is_seen(setup):
+    model, _, emb, ram = setup
+    compiled = torch.compile(model, backend="eager")
+    ids = torch.tensor([1, 2])
+    for trains in (True, False, True):
+        emb.requires_grad_(trains)
+        compiled(ids).backward()
+        if trains:
+            ram.train(lambda lookup: Model(lookup, model.head)(ids))
+    check(emb, ram, 2)
 
 
 def test_compiled_table_alone_trains(setup):

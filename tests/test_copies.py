@@ -1,6 +1,7 @@
 """Tests of a table that is copied, pickled, forked, opened to read, or closed."""
 
 import copy
+import io
 import pickle
 import subprocess
 import sys
@@ -79,6 +80,24 @@ def test_saved_module_is_read_in_another_process(make_table, tmp_path):
     command = [sys.executable, "-W", "error", "-c", read, str(file)]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     assert result.stdout.split() == ["True", "1", "-0.1"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_saved_model_computes_in_the_precision_it_was_cast_to(make_table, stores, dtype):
+    model = nn.Sequential(make_table(), nn.Linear(2, 1)).to(dtype).eval()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    stores.tables.append(loaded[0])
+    assert not loaded[0].training
+    assert torch.equal(loaded(IDS), model(IDS))
+    assert loaded[0].weight.dtype == torch.float32
+
+
+def test_averaged_model_is_refused_for_it_would_copy_the_table(make_table):
+    with pytest.raises(TypeError, match="cannot be copied"):
+        torch.optim.swa_utils.AveragedModel(nn.Sequential(make_table(), nn.Linear(2, 1)))
 
 
 FORK = """

@@ -103,7 +103,8 @@ def test_thirty_steps_are_torchs(make_bag, mode, padding_idx, last):
 
 def test_two_dimensions_with_include_last_offset_are_a_bag_each(make_bag):
     bag = make_bag(mode="sum", include_last_offset=True)
-    assert bag(torch.tensor([[0, 1], [2, 3]])).shape == (2, 2)
+    out = bag(torch.tensor([[0, 1], [2, 3]]))
+    assert torch.equal(out, torch.tensor([[4.0, 6.0], [-2.0, -2.0]]).double())
 
 
 def test_per_sample_weights_weigh_and_have_the_gradient_of_the_stored_rows(make_bag):
@@ -114,6 +115,18 @@ def test_per_sample_weights_weigh_and_have_the_gradient_of_the_stored_rows(make_
     out.sum().backward()
     assert torch.equal(weights.grad, torch.tensor([[0.0, 7.0, 11.0]]).double())
     assert bag.version[:].tolist() == [1, 2, 2, 1]
+    row_grads = torch.tensor([[0.0, 0.0], [1.0, 1.0], [1.0, 1.0], [0.0, 0.0]]).double()
+    torch.testing.assert_close(bag.state["exp_avg"][:], 0.1 * row_grads)
+
+
+def test_per_sample_weights_have_the_gradient_of_the_rows_that_forward_saw(make_bag):
+    bag = make_bag(mode="sum")
+    weights = torch.ones(1, 2, dtype=torch.float64, requires_grad=True)
+    out = bag(torch.tensor([[1, 2]]), per_sample_weights=weights)
+    bag(torch.tensor([[1, 2]])).sum().backward()
+    assert not torch.isclose(bag.weight[1:3], ROWS[1:3]).any()
+    out.sum().backward()
+    assert torch.equal(weights.grad, torch.tensor([[7.0, 11.0]]).double())
 
 
 @pytest.mark.parametrize("mode", ["mean", "max"])
@@ -128,6 +141,13 @@ def test_scale_grad_by_freq_divides_by_the_count_in_the_batch(make_bag):
     bag(torch.tensor([0, 1, 1, 0, 3]), torch.tensor([0, 2])).sum().backward()
     (handle,) = bag.optimizer.param_groups[0]["params"]
     assert torch.equal(handle.grad, torch.ones(2, 2).double())
+
+
+def test_scale_grad_by_freq_gives_the_row_gradients_of_the_reference(make_bag):
+    bag = make_bag(mode="sum", scale_grad_by_freq=True)
+    bag(torch.tensor([1, 1, 3]), torch.tensor([0])).sum().backward()
+    row_grads = torch.tensor([0.0, 1.0, 0.0, 1.0]).double()[:, None].expand(4, 2)
+    torch.testing.assert_close(bag.state["exp_avg"][:], 0.1 * row_grads)
 
 
 @pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
@@ -183,6 +203,14 @@ def test_wrong_arguments_are_errors_that_change_nothing(make_bag, ids, offsets, 
     assert torch.equal(bag.weight[:], ROWS)
     assert bag.version[:].tolist() == [1, 1, 1, 1]
     torch.testing.assert_close(bag(torch.tensor([[1]])), ROWS[[1]])
+
+
+@pytest.mark.parametrize("bad", [4, -1, torch.iinfo(torch.int64).min])
+@pytest.mark.parametrize("offsets", [None, [0, 1]])
+def test_id_outside_the_table_is_named_with_the_size_of_the_table(make_bag, bad, offsets):
+    ids = torch.tensor([1, bad] if offsets else [[1, bad]])
+    with pytest.raises(IndexError, match=rf"{bad}\b.*\b4\b"):
+        make_bag(mode="sum")(ids, None if offsets is None else torch.tensor(offsets))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int16, torch.bool])
@@ -241,6 +269,13 @@ def test_a_bag_and_an_embedding_step_in_the_same_backward(make_bag, make_table):
     bag, emb = make_bag(mode="sum"), make_table(10, 2, dtype=torch.float64)
     (bag(torch.tensor([[1, 2]])) * emb(torch.tensor([3]))).sum().backward()
     assert (bag.step, emb.step) == (1, 1)
+
+
+def test_functional_transforms_are_an_error_that_names_the_layer(make_bag):
+    bag = make_bag(mode="sum")
+    with pytest.raises(RuntimeError, match=r"DiskEmbeddingBag.*torch\.func"):
+        torch.func.vmap(bag)(torch.tensor([[[1, 2]], [[3, 3]]]))
+    assert bag.step == 0
 
 
 def test_evaluation_writes_nothing(make_bag):

@@ -212,7 +212,7 @@ def test_table_whose_log_lost_records_closes_at_its_last_commit(make_table, open
     train(emb, 1, 2, 3)
     emb.commit()
     train(emb, 1, 2, 3)
-    log = emb._table._storage._active
+    log = emb._table._storage._logs.active
     with log.records_path(0).open("r+b") as file:
         file.seek(3 * 28)
         file.write(b"lost" * 7)

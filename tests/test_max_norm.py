@@ -44,6 +44,16 @@ def test_max_norm_gives_the_value_of_torch(make_table):
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-10)
 
 
+def test_max_norm_of_true_is_one_as_in_torch(make_table, open_table):
+    initial = torch.full((3, 4), 5.0)
+    emb = make_table(3, 4, max_norm=True, init=initial)
+    ram = nn.Embedding.from_pretrained(initial.clone(), max_norm=True)
+    assert emb.max_norm == ram.max_norm
+    torch.testing.assert_close(emb(torch.tensor([1])).detach(), ram(torch.tensor([1])))
+    emb.close()
+    assert open_table(emb.path).max_norm == ram.max_norm
+
+
 @pytest.mark.parametrize("padding_idx", [None, 1])
 def test_max_norm_trains_as_in_torch(make_table, padding_idx):
     initial = torch.randn(20, 4, dtype=torch.float64) * 3

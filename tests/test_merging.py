@@ -154,7 +154,7 @@ def wait_for_workers() -> None:
 
 def wait_for_merge(emb: DiskEmbedding) -> None:
     """Until every chunk is written and waits to be settled, or the merge has failed."""
-    merge = emb._table._storage._merge
+    merge = emb._table._storage._chunks.merge
     assert merge is not None
     with merge._changed:
         assert merge._changed.wait_for(
@@ -260,7 +260,7 @@ def test_a_step_waits_for_the_merge_only_where_the_log_has_no_room(
     real = Storage._finish_merge
 
     def finish(self: Storage, **options: Any) -> None:
-        ends.append(self._active.end)
+        ends.append(self._logs.active.end)
         gate.open()
         real(self, **options)
 
@@ -268,7 +268,7 @@ def test_a_step_waits_for_the_merge_only_where_the_log_has_no_room(
     capacity = pair.emb._table.store.layout.log.capacity
     while not ends:
         pair.train()
-        assert storage._active.end <= capacity
+        assert storage._logs.active.end <= capacity
     assert ends[0] > capacity - 2 * 600
     pair.check()
     pair.train(3)
@@ -292,7 +292,7 @@ def test_threads_pause_while_too_many_replaced_files_keep_their_space(
     monkeypatch.setattr(Merge, "_has_work", has_work)
     pair.seal()
     assert paused.wait(20)
-    merge = pair.emb._table._storage._merge
+    merge = pair.emb._table._storage._chunks.merge
     assert merge is not None
     assert [index for index, _ in merge.finished] == [0, 1]
     pair.train()
@@ -589,7 +589,7 @@ def test_the_last_commit_at_exit_moves_a_full_log_without_any_new_thread(
     pair.train()
     pair.emb.commit()
     storage = pair.emb._table._storage
-    log, cache = storage._active, pair.emb._table.cache
+    log, cache = storage._logs.active, pair.emb._table.cache
     while log.end_after(int(cache.dirty.count_nonzero()) + 1024) <= log.shape.capacity:
         pair.train()
 

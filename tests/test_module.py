@@ -3,15 +3,16 @@
 import copy
 import inspect
 import io
+import json
 import shutil
 
 import pytest
+import safetensors.torch
 import torch
 from ram_reference import (
     RamTable,
     assert_stored_equal,
     fingerprint,
-    read_rows,
     weighted_sum,
 )
 from torch import nn
@@ -156,7 +157,34 @@ def test_state_dict_of_a_model_is_small(make_table):
     train(emb, 2)
     file = io.BytesIO()
     torch.save(nn.Sequential(emb, nn.Linear(2, 1)).state_dict(), file)
-    assert len(file.getvalue()) < 100_000
+    assert len(file.getvalue()) < 10_000
+
+
+def test_state_dict_holds_tensors_alone_as_safetensors_wants(make_table, tmp_path):
+    model = nn.Sequential(make_table(), nn.Linear(2, 1))
+    train(model[0], 2)
+    safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    state = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    model.load_state_dict(state)
+    train(model[0])
+    with pytest.raises(RuntimeError, match="step 2 .* step 3"):
+        model.load_state_dict(state)
+
+
+@pytest.mark.parametrize("word", [{}, "a text", torch.ones(3), torch.zeros(5, dtype=torch.uint8)])
+def test_checkpoint_without_a_word_of_a_table_is_refused(make_table, word):
+    with pytest.raises(RuntimeError, match="no word of a table"):
+        make_table().load_state_dict({"_extra_state": word})
+
+
+def test_reset_parameters_is_nothing_before_training_and_refused_after(make_table):
+    emb = make_table()
+    before = emb.weight[:]
+    emb.reset_parameters()
+    assert torch.equal(emb.weight[:], before)
+    train(emb)
+    with pytest.raises(ooc_embed.StoreError, match="overwrite=True"):
+        emb.reset_parameters()
 
 
 def test_state_dict_loads_with_weights_only(make_table):
@@ -167,7 +195,7 @@ def test_state_dict_loads_with_weights_only(make_table):
     file.seek(0)
     state = torch.load(file, weights_only=True)
     (extra,) = state.values()
-    assert extra["step"] == 2
+    assert json.loads(bytes(extra.tolist()))["step"] == 2
     emb.load_state_dict(state)
     assert emb.step == 2
 
@@ -188,7 +216,7 @@ def test_state_dict_of_an_unchanged_table_writes_nothing(make_table):
     train(emb)
     first = emb.state_dict()
     before = fingerprint(emb.path)
-    assert emb.state_dict() == first
+    assert torch.equal(emb.state_dict()["_extra_state"], first["_extra_state"])
     assert fingerprint(emb.path) == before
 
 
@@ -218,12 +246,25 @@ def test_checkpoint_of_another_table_is_not_loaded_silently(make_table):
         one.load_state_dict(other.state_dict())
 
 
-def test_checkpoint_of_nn_embedding_is_refused_without_a_write(make_table):
+@pytest.mark.parametrize("shape", [(10, 2), (11, 2), (10, 3)])
+def test_checkpoint_of_nn_embedding_is_refused_without_a_write(make_table, shape):
     emb = make_table()
-    before = fingerprint(emb.path)
+    before, rows = fingerprint(emb.path), emb.weight[:]
     with pytest.raises(RuntimeError, match="weight"):
-        emb.load_state_dict(nn.Embedding(10, 2).state_dict())
+        emb.load_state_dict(nn.Embedding(*shape).state_dict())
     assert fingerprint(emb.path) == before
+    assert torch.equal(emb.weight[:], rows)
+
+
+def test_checkpoint_whose_dense_part_does_not_fit_leaves_the_table_as_it_was(make_table):
+    emb = make_table()
+    train(emb, 2)
+    saved = nn.Sequential(emb, nn.Linear(2, 1)).state_dict()
+    before = fingerprint(emb.path)
+    with pytest.raises(RuntimeError, match="size mismatch"):
+        nn.Sequential(emb, nn.Linear(2, 3)).load_state_dict(saved)
+    assert fingerprint(emb.path) == before
+    assert emb.step == 2
 
 
 def test_dense_part_and_table_resume_together(make_table, open_table, tmp_path):
@@ -253,11 +294,68 @@ def test_dense_part_and_table_resume_together(make_table, open_table, tmp_path):
             dense.load_state_dict(saved["dense"])
         for _ in range(2):
             step(model, dense)
-        model[0].flush()
-        results.append((read_rows(model[0].path).weight, model[1].weight.detach(), model[0].step))
+        model[0].commit()
+        results.append((model[0].weight[:], model[1].weight.detach(), model[0].step))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
     assert results[0][2] == results[1][2] == 4
+
+
+def test_module_that_was_added_to_a_table_is_saved_and_loaded_with_it(make_table):
+    emb = make_table()
+    emb.adapter = nn.Linear(2, 2)
+    model = nn.Sequential(emb)
+    state = copy.deepcopy(model.state_dict())
+    with torch.no_grad():
+        emb.adapter.weight.zero_()
+    model.load_state_dict(state)
+    assert torch.equal(emb.adapter.weight, state["0.adapter.weight"])
+    with pytest.raises(RuntimeError, match=r"Unexpected key.*0\.adapters"):
+        model.load_state_dict({**state, "0.adapters.weight": torch.zeros(2)})
+
+
+# What is done to all parameters of a model
+
+
+def init_as_models_do(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.ones_(module.weight)
+    elif isinstance(module, nn.Embedding):
+        nn.init.zeros_(module.weight)
+
+
+def test_initializing_a_model_leaves_the_rows(make_table):
+    initial = torch.randn(10, 2)
+    emb = make_table(init=initial)
+    model = nn.Sequential(emb, nn.Linear(2, 1)).apply(init_as_models_do)
+    for parameter in emb.parameters():
+        nn.init.uniform_(parameter)
+    assert model[1].weight.tolist() == [[1.0, 1.0]]
+    assert torch.equal(emb(IDS), initial[IDS])
+    with pytest.raises(TypeError, match=r"on disk.*init="):
+        nn.init.normal_(emb.weight)
+
+
+@pytest.mark.filterwarnings("ignore:.*gives up commit")  # one that state_dict() handed out
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model.share_memory(),
+        lambda model: model.to("meta").to_empty(device="cpu"),
+        lambda model: model.to(memory_format=torch.channels_last),
+        lambda model: model.load_state_dict(model.state_dict(), assign=True),
+        lambda model: model.requires_grad_(False).requires_grad_(True),
+    ],
+    ids=["share_memory", "meta and back", "memory_format", "assign", "freeze and thaw"],
+)
+def test_what_moves_a_models_parameters_moves_no_row_and_training_goes_on(make_table, change):
+    initial = torch.randn(10, 2)
+    emb, ram = make_table(init=initial), RamTable(initial)
+    change(nn.Sequential(emb))
+    emb(IDS).sum().backward()
+    ram.train(lambda lookup: lookup(IDS).sum())
+    emb.flush()
+    assert_stored_equal(emb.path, ram, imported=True)
 
 
 # Casts and devices
@@ -285,6 +383,24 @@ def test_casted_module_trains_the_uncasted_table(make_table):
     ram.train(weighted_sum(IDS, grad.float()))
     emb.flush()
     assert_stored_equal(emb.path, ram, imported=True)
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["itself", "after a functional call"])
+def test_cast_that_swaps_what_is_under_a_parameter_does_not_end_training(make_table, given):
+    emb = make_table()
+    if given:
+        parameters = {"anchor": nn.Parameter(torch.empty(0))}
+        torch.func.functional_call(emb, parameters, (IDS,)).sum().backward()
+    step = emb.step
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        emb.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+    assert emb(IDS).dtype == torch.float64
+    train(emb, 2)
+    assert emb.step == step + 2
 
 
 def test_reopened_table_gives_its_own_dtype(make_table, open_table):

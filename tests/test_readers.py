@@ -345,6 +345,55 @@ def test_a_second_writer_in_another_process_is_told_the_pid_until_that_one_is_ki
         assert writer.step == 11
 
 
+SECOND_RANK = """
+import sys
+import torch.distributed as distributed
+import ooc_embed
+
+path, group = sys.argv[1:]
+distributed.init_process_group("gloo", init_method=f"file://{group}", rank=1, world_size=2)
+for make in (
+    lambda: ooc_embed.DiskEmbedding(10, 2, path=path),
+    lambda: ooc_embed.DiskEmbedding(10, 2, path=path, overwrite=True),
+    lambda: ooc_embed.DiskEmbedding.open(path),
+):
+    try:
+        make()
+    except (FileExistsError, ooc_embed.LockedError) as error:
+        print(type(error).__name__, error)
+distributed.barrier()
+distributed.destroy_process_group()
+"""
+
+
+def test_the_second_rank_of_a_process_group_that_would_write_is_refused(tmp_path: Path) -> None:
+    distributed = torch.distributed
+    if not (distributed.is_available() and distributed.is_gloo_available()):
+        pytest.skip("this torch has no gloo")
+    path, group = tmp_path / "t.zarr", tmp_path / "group"
+    with DiskEmbedding(10, 2, path=path) as emb:
+        second = subprocess.Popen(
+            [sys.executable, "-c", SECOND_RANK, str(path), str(group)],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        distributed.init_process_group("gloo", init_method=f"file://{group}", rank=0, world_size=2)
+        try:
+            emb(torch.tensor([1])).sum().backward()
+            distributed.barrier()
+        finally:
+            distributed.destroy_process_group()
+        said = second.communicate()[0].splitlines()
+        assert second.returncode == 0
+        assert [line.split()[0] for line in said] == [
+            "FileExistsError",
+            "LockedError",
+            "LockedError",
+        ]
+        assert all(str(os.getpid()) in line for line in said[1:])
+        assert emb.step == 1
+
+
 def test_a_reader_does_not_keep_a_writer_out(trained: Path, nursery: crash_child.Nursery) -> None:
     pid = nursery.start("hold", path=str(trained), mode="r")
     assert nursery.next_event() == ["holding", 10, 0]

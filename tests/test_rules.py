@@ -11,8 +11,8 @@ from ram_reference import fingerprint
 from torch import Tensor, nn
 
 from ooc_embed import SGD, Adagrad, DiskEmbedding, RowwiseAdagrad, SparseAdam, blocks
+from ooc_embed.opened import field_spans
 from ooc_embed.optimizer import first_group
-from ooc_embed.table import field_spans
 
 ROWS, DIM = 60, 3
 

@@ -352,6 +352,58 @@ def test_a_commit_writes_little_more_than_the_rows_that_changed(tmp_path: Path) 
         assert 1000 * 385 * 4 <= _bytes_written() - before < 1000 * 3 * 4096
 
 
+@pytest.mark.skipif(not Path("/proc/self/io").exists(), reason="counts bytes with /proc/self/io")
+def test_steps_of_a_table_larger_than_its_cache_write_no_more_than_the_rows_they_moved(
+    tmp_path: Path,
+) -> None:
+    """No step writes all that is dirty: it would wait for the disk, whatever the disk."""
+    rows, record_bytes = 100_000, 49 * 4
+    cache_bytes = rows * record_bytes // 4
+    written, moved = [], 0
+    with DiskEmbedding(rows, 16, path=tmp_path / "t.zarr", cache_bytes=cache_bytes) as emb:
+        for seed in range(200):
+            generator = torch.Generator().manual_seed(seed)
+            ids = torch.randint(0, rows, (512,), generator=generator)
+            before = _bytes_written()
+            emb(ids).sum().backward()
+            written.append(_bytes_written() - before)
+            moved += len(ids.unique())
+        assert emb.stats().evictions > 0
+    assert 0 < sum(written) <= moved * (record_bytes + 8)  # a row's id goes to the log too
+    assert max(written) <= cache_bytes / 8
+
+
+def _seconds(call: Callable[[], object], times: int = 5) -> float:
+    """The fastest of some runs, which other work of the machine disturbs least."""
+    found = []
+    for _ in range(times):
+        began = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - began)
+    return min(found)
+
+
+def test_random_rows_are_read_and_stepped_ten_times_as_fast_as_through_zarr(tmp_path: Path) -> None:
+    """1,000 of 65,536 rows in 64 chunks, as zarr's own array of the weights has them; measured:
+    20 ms and 87 ms by zarr against 1 ms for either here."""
+    weight = torch.zeros(65_536, 64)
+    plain = zarr.create_array(
+        tmp_path / "plain.zarr", data=weight.numpy(), chunks=(1024, 64), compressors=None
+    )
+    ids = torch.randperm(65_536, generator=torch.Generator().manual_seed(0))[:1000]
+    index = ids.numpy()
+
+    def update_through_zarr() -> None:
+        plain.oindex[index] = plain.oindex[index] + 1
+
+    with make(tmp_path / "t.zarr", rows=65_536, dim=64, init=weight) as emb, torch.no_grad():
+        emb.flush()
+        assert np.array_equal(emb(ids).numpy(), plain.oindex[index])
+        assert _seconds(lambda: emb(ids)) * 10 < _seconds(lambda: plain.oindex[index])
+        with torch.enable_grad():
+            assert _seconds(lambda: emb(ids).sum().backward()) * 10 < _seconds(update_through_zarr)
+
+
 # The manifest and foreign hands
 
 
@@ -403,6 +455,30 @@ def test_a_chunk_that_was_written_through_zarr_is_found_by_verify(trained: Path)
     assert "c.0.0" in str(problems[0])
 
 
+def test_an_edit_through_zarr_beside_an_open_table_is_refused_by_the_merge_that_meets_it(
+    trained: Path,
+) -> None:
+    """zarr replaces the file that is mapped: the table still sees the old one, others the new."""
+    with DiskEmbedding.open(trained) as emb:
+        emb.flush()
+        rows = emb.weight[:3]
+        table = zarr.open_group(trained, mode="r+")["table"]
+        assert isinstance(table, zarr.Array)
+        original = float(table[0, 0])
+        table[0, 0] = 42.0
+        assert torch.equal(emb.weight[:3], rows)
+        step(emb, [1])
+        with pytest.raises(ooc_embed.CorruptStoreError, match=r"c\.0\.0 was changed"):
+            emb.flush()
+        assert table[0, 0] == 42.0  # nothing of the edit was lost either
+        steps, stepped = emb.step, emb.weight[1]
+        table[0, 0] = original
+        emb.flush()
+        assert torch.equal(torch.from_numpy(table[1, :4]), stepped)
+        assert not torch.equal(stepped, rows[1])
+    assert store_files.newest_commit(trained)["step"] == steps
+
+
 # Values that zarr gets wrong in an index
 
 
@@ -417,6 +493,15 @@ def test_a_row_assigned_twice_in_one_assignment_holds_the_last_value(tmp_path: P
         emb.flush()
         stored = zarr.open_group(tmp_path / "t.zarr", mode="r")["table"][:, :4]
         np.testing.assert_array_equal(stored, want)
+
+
+def test_adding_to_a_row_that_is_named_twice_adds_once(tmp_path: Path) -> None:
+    with make(tmp_path / "t.zarr", rows=8, init="zeros") as emb:
+        emb.weight[[1, 1, 1]] = torch.tensor([1.0, 2.0, 3.0])[:, None]
+        assert emb.weight[1].tolist() == [3.0] * 4
+        emb.weight[[1, 1]] += 1.0
+        assert emb.weight[1].tolist() == [4.0] * 4
+        assert int(emb.version[1]) == 2
 
 
 @pytest.mark.parametrize("index", [8, -9, [8], [-9], [0, 8], [np.iinfo(np.int64).min]])

@@ -41,6 +41,8 @@ def test_views_have_the_shape_and_dtype_of_their_field(make_table):
     for name, view in views(emb).items():
         assert len(view) == 1000
         assert tuple(view.shape) == ((1000,) if name == "version" else (1000, 6))
+        assert view.size() == view.shape
+        assert view.size(0) == view.size(-len(view.shape)) == 1000
         assert view.dtype == (torch.int64 if name == "version" else torch.float64)
     assert set(emb.state) == {"exp_avg", "exp_avg_sq"}
 
@@ -54,6 +56,24 @@ def test_views_show_the_fields_that_torch_has(trained):
         torch.testing.assert_close(view[3], expected[3])
         torch.testing.assert_close(view[2:9], expected[2:9])
         torch.testing.assert_close(view[torch.tensor([7, 1, 1])], expected[[7, 1, 1]])
+
+
+def test_a_mask_of_all_rows_reads_and_writes_those_it_has(trained):
+    emb, ram = trained
+    mask = torch.arange(10) % 3 == 1
+    torch.testing.assert_close(emb.weight[mask], ram.weight[mask])
+    torch.testing.assert_close(emb.weight[mask.numpy()], ram.weight[mask])
+    assert emb.weight[torch.zeros(10, dtype=torch.bool)].shape == (0, 3)
+    assert torch.equal(emb.version[mask], ram.version[mask] + 1)
+    emb.weight[mask] = torch.tensor([[1.0], [2.0], [3.0]])
+    assert emb.weight[:][:, 0][mask].tolist() == [1, 2, 3]
+    torch.testing.assert_close(emb.weight[~mask], ram.weight[~mask])
+
+
+def test_a_mask_of_other_rows_than_the_tables_raises(emb):
+    for mask in (torch.ones(9, dtype=torch.bool), torch.ones(10, 3, dtype=torch.bool), [True]):
+        with pytest.raises(TypeError, match="mask of all rows"):
+            emb.weight[mask]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,102 @@
+"""A folder for a new store: what is there already, and that nothing is left where making it fails.
+
+Knows the names of a store's files; does not know what is in them, but for the manifest's place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from . import durable
+from .manifest import ATTRIBUTE
+
+_FOLDERS = ("table", "column", "log")
+# All files that a creation, finished or not, puts into its folder.
+_OURS = re.compile(
+    r"(table|column|log|log/[01]|log/[01]/(rows|records))"
+    r"/((zarr\.json|writer\.json|c\.\d+(\.0)?|c/0)(\.tmp|\.[0-9a-f]*\.partial)?"
+    r"|zarr\.[0-9a-f]*\.partial)"
+)
+
+
+def check_free(path: Path, *, overwrite: bool) -> None:
+    """Refuse a path where something is, but for an unfinished creation.
+
+    Args:
+        path: where a store is to be.
+        overwrite: a store may be there, too.
+
+    Raises:
+        FileExistsError: something is there.
+    """
+    existing = _what_is_there(path)
+    if existing == "store" and not overwrite:
+        raise FileExistsError(
+            f"{path} is a store already: DiskEmbedding.open(path) goes on with it, "
+            f"overwrite=True replaces it"
+        )
+    if existing == "foreign":
+        raise FileExistsError(f"{path} exists and is no ooc_embed store: choose another path")
+
+
+@contextmanager
+def claimed(path: Path) -> Iterator[durable.DirectoryLock]:
+    """Make it an empty folder, with the writer's lock, for a store to be made in.
+
+    Where the body fails nothing is left.
+
+    Raises:
+        LockedError: a store is there and somebody writes to it.
+    """
+    new = not path.exists()
+    try:
+        durable.make_directory(path)
+        lock = durable.DirectoryLock(path, holder_file(path))
+    except OSError:
+        if new:
+            durable.remove_empty(path)
+        raise
+    try:
+        _clear(path)
+        yield lock
+    except BaseException:
+        _clear(path)
+        if new:
+            durable.remove_tree(path)
+        lock.close()
+        raise
+
+
+def holder_file(path: Path) -> Path:
+    """Where a store's writer says who it is."""
+    return path / "table" / "writer.json"
+
+
+def _what_is_there(path: Path) -> str:
+    """``"nothing"``, ``"unfinished"`` creation, a ``"store"``, or something ``"foreign"``."""
+    if not path.exists():
+        return "nothing"
+    if not path.is_dir():
+        return "foreign"
+    if (path / "zarr.json").exists():
+        try:
+            attributes = json.loads((path / "zarr.json").read_bytes())["attributes"]
+            return "store" if ATTRIBUTE in attributes else "foreign"
+        except (OSError, ValueError, KeyError, TypeError):
+            return "foreign"
+    files = (str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir())
+    return "unfinished" if all(map(_OURS.fullmatch, files)) else "foreign"
+
+
+def _clear(path: Path) -> None:
+    """Remove what an earlier store left, its manifest first: without it, it is no store."""
+    if (path / "zarr.json").exists():
+        durable.remove(path / "zarr.json")
+        durable.sync_directory(path)
+    for name in _FOLDERS:
+        if (path / name).exists():
+            durable.remove_tree(path / name)

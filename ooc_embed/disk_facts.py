@@ -1,0 +1,60 @@
+"""What kind of file system a folder is on, and how full it is. Changes nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from contextlib import suppress
+from pathlib import Path
+
+# As Linux names them. Files change there behind a map, and a lock may not reach other machines.
+_NETWORK_FILE_SYSTEMS = frozenset(
+    [
+        "afs",
+        "beegfs",
+        "ceph",
+        "cifs",
+        "fuse.glusterfs",
+        "fuse.sshfs",
+        "gpfs",
+        "lustre",
+        "nfs",
+        "nfs4",
+        "smb3",
+        "smbfs",
+    ]
+)
+
+
+def free_bytes(path: Path) -> int:
+    """Bytes that an ordinary user can still write on the disk of ``path`` (or of its parent)."""
+    return shutil.disk_usage(_existing(path)).free
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def file_system(path: Path) -> str:
+    """The kind of file system that an existing ``path`` is on, as Linux names it; "" if unknown."""
+    device = path.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    with suppress(OSError):
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            mount, _, source = line.partition(" - ")
+            if mount.split()[2] == number:
+                return source.split()[0]
+    return ""
+
+
+def warn_of_network(path: Path) -> None:
+    kind = file_system(_existing(path))
+    if kind in _NETWORK_FILE_SYSTEMS:
+        warnings.warn(
+            f"{path} is on {kind}, a network file system: its lock may not keep writers on other "
+            f"machines out, and mapped files may be stale there. Keep tables on a local disk",
+            stacklevel=5,
+        )

@@ -1,0 +1,329 @@
+"""A table that is open: its store, its cache, who may use them, and which commit it is at.
+
+Knows the life of a table, from opening to closing; does not know lookups and steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from . import rules
+from ._version import __version__
+from .blocks import BlockUpdate
+from .cache import RowCache, slots_for
+from .errors import CorruptStoreError, StoreError
+from .evictor import Evictor
+from .fetcher import RowFetcher
+from .guard import Guard
+from .history import Commit
+from .interrupts import uninterrupted
+from .manifest import VERSION_FIELD, Manifest
+from .merging import Worker
+from .snapshot import snapshot
+from .stats import Counters
+from .storage import Storage
+from .store import Store
+
+_READ_ATTEMPTS = 100
+
+
+class OpenTable:
+    """A store that is open, with the optimizer's rule.
+
+    Args:
+        store: an open store.
+        cache_bytes: memory for hot rows, or ``"auto"``; readers have no cache.
+
+    Attributes:
+        step_count: optimizer steps taken.
+        counters: what it did since it was opened.
+    """
+
+    @torch.inference_mode(False)  # such a mode may be on, and its tensors could never be stepped
+    def __init__(self, store: Store, cache_bytes: int | str) -> None:
+        manifest = store.manifest
+        self.store = store
+        self.counters = Counters()
+        self._cache_bytes = cache_bytes
+        self._guard = Guard(store.path, writer=store.writable)
+        self.dtype: torch.dtype = getattr(torch, manifest.dtype)
+        self.dim = manifest.embedding_dim
+        self.rule = rules.from_json(manifest.rule)
+        self.spans = field_spans(manifest.fields)
+        self._update = BlockUpdate(self.rule, self.spans, self.dtype)
+        self._version = self.spans[VERSION_FIELD].start
+        self._load()
+
+    @torch.inference_mode(False)
+    def _load(self) -> None:
+        """Be where the store's manifest is, with an empty cache."""
+        store, layout, commit = self.store, self.store.layout, self.store.manifest.commit
+        self.step_count = commit.step
+        self.rows_written = commit.rows_written
+        slots = 0
+        if store.writable:
+            slots = slots_for(self._cache_bytes, layout.num_embeddings, layout.record_bytes)
+        self.cache = RowCache(
+            layout.num_embeddings, slots, layout.width, self.dtype, 2 * layout.log.capacity
+        )
+        self._storage = Storage(store, self.cache, self.counters)
+        self._evictor = Evictor(self.cache, self._storage, self.counters)
+        self._rows = RowFetcher(
+            self.cache,
+            self._storage,
+            self._evictor,
+            self.spans["weight"],
+            self._version,
+            [(self.spans[name], value) for name, value in self.rule.initial().items()],
+            self.counters,
+        )
+
+    @classmethod
+    def open(cls, path: Path, mode: str, cache_bytes: int | str, commit: int | None = None) -> Self:
+        """Open a store: to write, after a crash too, or to read exactly one commit of it.
+
+        Args:
+            path, mode: as of `Store.open`.
+            cache_bytes: memory for hot rows.
+            commit: an earlier one, to read or to go back to; None is the newest.
+
+        Raises:
+            StoreError: that commit is not kept.
+            CorruptStoreError: a file is missing, short, or fails its checksum.
+            LockedError, FormatError, FileNotFoundError: as `Store.open`.
+        """
+        for _ in range(_READ_ATTEMPTS):
+            store = Store.open(path, mode, commit if mode == "r" else None)
+            table = None
+            try:
+                table = cls(store, cache_bytes)
+                if store.writable:
+                    table._storage.recover()
+                    store.name_holder()
+                    if commit not in (None, table.manifest.commit.number):
+                        table.rollback(commit)
+                    table._storage.begin_merge()
+            except CorruptStoreError:
+                if store.writable or not store.has_changed():
+                    store.close()
+                    raise
+                continue
+            except BaseException:
+                if table is not None:  # interrupted: no merge may go on without the lock
+                    table._storage.stop_merge()
+                store.close()
+                raise
+            if store.writable:
+                return table
+            # A reader took no lock: a merge may have replaced files while they were being mapped.
+            if not store.has_changed():
+                return table
+            table.close()
+        raise StoreError(f"{path} changed {_READ_ATTEMPTS} times while it was being opened")
+
+    @property
+    def manifest(self) -> Manifest:
+        """The newest commit that this object made or opened."""
+        return self._storage.manifest
+
+    # Life
+
+    def commit(
+        self, param_groups: list[dict[str, Any]], *, flush: bool = False, hand_out: bool = False
+    ) -> int:
+        """Make all steps durable; return the commit's number.
+
+        Args:
+            param_groups: the hyper-parameters in force.
+            flush: merge too, so that the zarr table has every row.
+            hand_out: a checkpoint will name the commit, and it is kept until another does.
+
+        Raises:
+            OSError: the disk is full, or failed. Nothing is lost, and a later call may succeed.
+            CorruptStoreError: a merge found a damaged chunk file.
+        """
+        with self.writing():
+            self._commit(param_groups, flush=flush, hand_out=hand_out)
+            self._storage.begin_merge()
+            return self.manifest.commit.number
+
+    def _commit(self, param_groups: list[dict[str, Any]], **how: bool) -> None:
+        self._evictor.finish()
+        commit = Commit(
+            number=0,
+            step=self.step_count,
+            rows_written=self.rows_written,
+            param_groups=param_groups,
+            num_embeddings=self.manifest.num_embeddings,
+            logs=(),
+            created=time.time(),
+            library=__version__,
+        )
+        self._storage.commit(commit, **how)
+
+    def keep_commits(self, count: int) -> None:
+        """Keep the newest ``count`` commits from now on."""
+        with self.writing():
+            self._storage.keep_commits(count)
+
+    def rollback(
+        self,
+        number: int | None,
+        follow: Callable[[list[dict[str, Any]]], None] = lambda param_groups: None,
+    ) -> None:
+        """Go back to a commit, None for the newest; all that came after it is lost.
+
+        Args:
+            number: which.
+            follow: takes the hyper-parameters of that commit, once it is gone back to: also where
+                that is interrupted, or fails late.
+
+        Raises:
+            StoreError: it is not kept.
+            OSError: the disk is full, or failed; nothing has changed.
+        """
+        with self.writing():
+            if number is None:
+                number = self.manifest.commit.number
+            self._change(
+                partial(self._storage.roll_back, number),
+                lambda: follow(self.manifest.commit.param_groups),
+            )
+
+    def resize(self, num_embeddings: int, param_groups: list[dict[str, Any]]) -> None:
+        """Commit, and commit more rows.
+
+        Raises:
+            ValueError: fewer rows, or too many for the size of the table's files.
+            OSError: the disk is full, or failed; nothing is lost.
+        """
+        with self.writing():
+            self.store.check_growth(num_embeddings)
+            self._commit(param_groups)
+            if num_embeddings == self.manifest.num_embeddings:
+                self._storage.begin_merge()
+            else:
+                self._change(partial(self._storage.resize, num_embeddings))
+
+    def _change(self, change: Callable[[], None], then: Callable[[], None] = lambda: None) -> None:
+        """Name another state, and be there; a change that fails late has happened all the same."""
+        self._evictor.finish()
+        before = self.store.manifest
+        with uninterrupted():
+            try:
+                change()
+            except BaseException:
+                if self.store.manifest is not before:
+                    self._reload()
+                    then()
+                raise
+            self._reload()
+            then()
+
+    def _reload(self) -> None:
+        self._storage.close()
+        del self.cache.records  # before there is memory for others
+        try:
+            self._load()
+            self._storage.recover()
+            self._storage.begin_merge()
+        except BaseException:
+            self._guard.closed = True
+            self.store.close()
+            raise
+
+    def snapshot(self, path: Path, param_groups: list[dict[str, Any]]) -> None:
+        """Commit, and make a store at ``path`` that has the same commits.
+
+        Raises:
+            FileExistsError: something is there.
+            OSError: the disk is full, or failed; nothing is lost.
+        """
+        with self.writing():
+            self._commit(param_groups)
+            self._storage.stop_merge()
+            try:
+                snapshot(self.store, path)
+            finally:
+                self._storage.begin_merge()
+
+    @property
+    def kernel(self) -> str:
+        """What steps the rows, as `BlockUpdate.kernel` names it."""
+        return self._update.kernel
+
+    @property
+    def read_only(self) -> bool:
+        return not self._guard.writer
+
+    @property
+    def closed(self) -> bool:
+        return self._guard.closed
+
+    @property
+    def forked(self) -> bool:
+        """Whether this is a child of the process that opened it."""
+        return self._guard.forked
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Do something that changes the table, alone.
+
+        Raises:
+            StoreError: this process may not write the table, or is in the middle of doing so, or
+                the disk has failed for good.
+        """
+        with self._guard.writing():
+            self._storage.check()
+            self._storage.settle()
+            yield
+
+    def close(
+        self, param_groups: list[dict[str, Any]] | None = None, *, flush: bool = False
+    ) -> None:
+        """Commit (a writer, given ``param_groups``) and release; once closed it does nothing.
+
+        A merge stops after the chunks in flight, and opening again goes on with it. One that failed
+        is a warning, unless ``flush`` asks for it.
+
+        Raises:
+            StoreError: the disk had failed for good. The table is closed, at its last commit.
+        """
+        if self._guard.closed or self._guard.forked:
+            return
+        if isinstance(threading.current_thread(), Worker):
+            # The cyclic collector ran a finalizer here, and a thread cannot wait for itself.
+            close = partial(self.close, param_groups, flush=flush)
+            threading.Thread(target=close, daemon=False).start()
+            return
+        with self._guard.reading():
+            if param_groups is not None and self._guard.writer and not self._storage.failed:
+                self._commit(param_groups, flush=flush, closing=True)
+            self._release()
+        self._storage.check()
+
+    def _release(self) -> None:
+        self._evictor.finish()
+        self._storage.stop_merge()
+        with uninterrupted():
+            self._guard.closed = True
+            self._storage.close()
+            self.store.close()
+            del self.cache.records
+
+
+def field_spans(fields: Mapping[str, int]) -> dict[str, slice]:
+    """Field name to its columns in a record."""
+    spans, start = {}, 0
+    for name, width in fields.items():
+        spans[name] = slice(start, start + width)
+        start += width
+    return spans

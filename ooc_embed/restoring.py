@@ -1,0 +1,38 @@
+"""Returns the tables of a model to a checkpoint. Knows modules and state dicts; knows no store."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from . import checkpoint
+from .module import TableModule
+
+
+def rollback(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
+    """Return every table of a model to the commit that a checkpoint names.
+
+    ``model.load_state_dict(state_dict)`` brings the rest back. All tables are looked at before the
+    first one moves.
+
+    Args:
+        model: has tables open to write.
+        state_dict: what ``model.state_dict()`` was.
+
+    Raises:
+        KeyError: the checkpoint does not have one of the tables.
+        StoreError: a table does not keep that commit, is another one, or cannot be written to.
+        OSError: the disk is full, or failed; tables before that one have moved.
+    """
+    tables = {
+        name: module for name, module in model.named_modules() if isinstance(module, TableModule)
+    }
+    targets = []
+    for name, table in tables.items():
+        key = f"{name}._extra_state" if name else "_extra_state"
+        with table._table.writing():
+            targets.append((table, checkpoint.find_commit(table._table, state_dict[key])))
+    for table, number in targets:
+        table.rollback(number)

@@ -1,0 +1,60 @@
+"""Copies a store at one moment, by second names for its files. Knows files; knows no row.
+
+A file that is never written to again, a chunk or a full file of a log, is the same file in both
+stores: neither changes it, and the disk frees it when both have let it go. The rest is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import claim, durable
+from .arrays import METADATA
+from .progress import progress
+from .store import Store
+
+
+def snapshot(store: Store, path: Path) -> None:
+    """Make a store at ``path`` that is what the store's manifest says.
+
+    Args:
+        store: open to write; nobody may change it meanwhile.
+        path: a folder that is not there yet, or holds an unfinished creation; without links.
+
+    Raises:
+        FileExistsError: something is there.
+        ValueError: it is inside the store.
+        OSError: the disk is full, or failed; nothing is left at ``path``.
+    """
+    if path.is_relative_to(store.path.resolve()):
+        raise ValueError(f"{path} is inside of {store.path}: choose a path beside it")
+    claim.check_free(path, overwrite=False)
+    with claim.claimed(path) as lock:
+        for file, may_link in progress(list(_files(store)), "making a snapshot", "file"):
+            target = path / file.relative_to(store.path)
+            durable.make_directory(target.parent)
+            if not (may_link and durable.link(file, target)):
+                durable.copy(file, target)
+        durable.sync_tree(path)
+        store.name_copy(path)
+        lock.close()
+
+
+def _files(store: Store) -> Iterator[tuple[Path, bool]]:
+    """Yield each file of a store but its manifest, and whether it is written for good."""
+    path = store.path
+    for name in METADATA:
+        yield path / name, False
+    for index in store.manifest.checksums:
+        yield store.chunk_path(index), True
+    shape = store.layout.log
+    for log in store.manifest.commit.logs:
+        folder = store.log_folder(log.generation)
+        for name, size, ending in (
+            ("rows", shape.rows_per_file, ""),
+            ("records", shape.records_per_file, ".0"),
+        ):
+            for index in range(-(-log.records // size)):
+                full = (index + 1) * size <= log.records
+                yield folder / name / f"c.{index}{ending}", full

@@ -1,0 +1,364 @@
+"""Checkpoints of models with tables: which commits they hold fast, and how one comes back."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import going_back
+import numpy as np
+import pytest
+import store_files
+import torch
+import workload
+from going_back import create, go_on, open_again
+from torch import nn
+
+import ooc_embed
+from ooc_embed import DiskEmbedding, StoreError, report
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SEED = 95
+ROUNDS = 50
+WORD = "_extra_state"
+
+
+@pytest.fixture(scope="module")
+def weight(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    with create(tmp_path_factory.mktemp("seeded") / "t.zarr") as emb:
+        return emb.weight[:]
+
+
+@pytest.fixture(scope="module")
+def states(weight: torch.Tensor) -> list[workload.State]:
+    return workload.history(SEED, ROUNDS, weight)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "t.zarr"
+
+
+# What a checkpoint holds fast
+
+
+def test_the_commit_handed_out_can_be_returned_to_whatever_commits_follow(
+    path: Path, states: list[workload.State]
+) -> None:
+    with create(path) as emb:
+        go_on(emb, SEED, 5)
+        handed = going_back.word_of(emb)
+        assert handed["step"] == 5
+        go_on(emb, SEED, 40)
+        assert going_back.is_sealed(path)
+        assert emb.commits() == {5: 5, 40: 40}
+        going_back.assert_commit_is(path, 5, states[5])
+    with open_again(path) as emb:
+        go_on(emb, SEED, 42)
+        emb.rollback(handed["commit"])
+        workload.assert_table_is(emb, states[5])
+        go_on(emb, SEED, 30)
+        workload.assert_table_is(emb, states[30])
+    assert report.verify(path) == []
+
+
+def test_a_merge_waits_for_the_next_checkpoint(path: Path, states: list[workload.State]) -> None:
+    with create(path) as emb:
+        emb.state_dict()
+        go_on(emb, SEED, 40)
+        assert going_back.is_sealed(path)
+        assert not store_files.chunk_files(path)
+        assert emb.stats().merges == 0
+        emb.state_dict()
+        while emb.stats().merges == 0 and emb.step < ROUNDS:
+            go_on(emb, SEED, emb.step + 1)
+        emb.state_dict()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            emb.flush()
+        assert emb.stats().merges >= 1
+        workload.assert_zarr_is(path, states[emb.step])
+
+
+def test_at_the_hard_bound_the_checkpoint_is_given_up_with_a_warning_and_training_goes_on(
+    path: Path, weight: torch.Tensor
+) -> None:
+    """Each step appends a record of every row, far more than the cache holds."""
+    shadow = workload.Shadow(weight)
+    ids = torch.arange(workload.ROWS)
+    grads = torch.ones(len(ids), workload.DIM, dtype=torch.float64)
+
+    def train(emb: DiskEmbedding) -> None:
+        for _ in range(9):
+            workload.train(emb, ids, grads)
+            shadow.train(ids, grads)
+            emb.commit()
+
+    with create(path) as emb:
+        saved = emb.state_dict()
+        with pytest.warns(UserWarning, match=r"gives up commit 0 \(step 0\)"):
+            train(emb)
+        workload.assert_table_is(emb, shadow.state())
+        assert 0 not in emb.commits()
+        with pytest.raises(RuntimeError, match="does not keep that commit any more"):
+            emb.load_state_dict(saved)
+    assert report.verify(path) == []
+
+
+def test_a_flush_gives_up_what_is_kept_with_a_warning(
+    path: Path, states: list[workload.State]
+) -> None:
+    with create(path, keep=3) as emb:
+        go_on(emb, SEED, 4)
+        emb.state_dict()
+        go_on(emb, SEED, 9)
+        with pytest.warns(UserWarning, match=r"gives up commit 4 \(step 4\), 7 \(step 7\), 8"):
+            emb.flush()
+        assert emb.commits() == {9: 9}
+        workload.assert_zarr_is(path, states[9])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            emb.flush()
+        go_on(emb, SEED, 11)
+        assert list(emb.commits()) == [9, 10, 11]
+        emb.rollback(9)
+        workload.assert_table_is(emb, states[9])
+
+
+def test_keep_commits_may_be_lowered_and_raised_and_is_remembered(path: Path) -> None:
+    with create(path, keep=4) as emb:
+        go_on(emb, SEED, 6)
+        assert list(emb.commits()) == [3, 4, 5, 6]
+        emb.keep_commits = np.int64(2)
+        assert list(emb.commits()) == [5, 6]
+        emb.keep_commits = 3
+    with open_again(path) as emb:
+        assert emb.keep_commits == 3
+        go_on(emb, SEED, 8)
+        assert list(emb.commits()) == [6, 7, 8]
+        for wrong in (0, -1, True, 1.5, None):
+            with store_files.untouched(path), pytest.raises((ValueError, TypeError)):
+                emb.keep_commits = wrong
+    with pytest.raises(ValueError, match="keep_commits"):
+        DiskEmbedding(3, 2, path=path.parent / "new.zarr", keep_commits=0)
+    assert not (path.parent / "new.zarr").exists()
+    with DiskEmbedding(np.int64(3), 2, path=path.parent / "n", keep_commits=np.int64(2)) as emb:
+        assert emb.keep_commits == 2
+
+
+def test_a_reader_a_closed_table_and_a_forked_child_hand_out_their_commit_and_make_none(
+    path: Path,
+) -> None:
+    with create(path) as emb:
+        go_on(emb, SEED, 3)
+        reader = DiskEmbedding.open(path, mode="r")
+        go_on(emb, SEED, 4)
+        go_on(emb, SEED, 5, commits=False)
+        with store_files.untouched(path):
+            assert going_back.word_of(reader)["commit"] == 3
+            pid = os.fork()
+            if pid == 0:  # pragma: no cover
+                os._exit(0 if going_back.word_of(emb)["commit"] == 4 else 1)
+            assert os.waitpid(pid, 0)[1] == 0
+        assert emb.step == 5
+    with store_files.untouched(path):
+        word = going_back.word_of(emb)
+        assert (word["commit"], word["step"]) == (5, 5)
+    reader.close()
+
+
+# Loading one
+
+
+def messages(emb: nn.Module, saved: dict[str, Any]) -> str:
+    """What load_state_dict says, strict or not; and that the way out, which it names, is one."""
+    texts = []
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=WORD) as error:
+            emb.load_state_dict(saved, strict=strict)
+        texts.append(str(error.value))
+    assert texts[0] == texts[1]
+    assert emb.load_state_dict({}, strict=False).missing_keys == [WORD]
+    return texts[0]
+
+
+def test_a_checkpoint_of_an_earlier_commit_is_refused_and_the_error_says_how_to_go_back(
+    path: Path, states: list[workload.State]
+) -> None:
+    with create(path) as emb:
+        go_on(emb, SEED, 4)
+        saved = emb.state_dict()
+        assert emb.load_state_dict(saved).missing_keys == []
+        go_on(emb, SEED, 6)
+        text = messages(emb, saved)
+        assert "commit 4, step 4" in text
+        assert "commit 6, step 6" in text
+        assert "emb.rollback(4)" in text
+        workload.assert_table_is(emb, states[6])
+        emb.rollback(4)
+        emb.load_state_dict(saved)
+        emb.state_dict()
+        go_on(emb, SEED, 8)
+        emb.state_dict()
+        go_on(emb, SEED, 9)
+        assert "does not keep" in messages(emb, saved)
+
+
+def test_a_checkpoint_of_a_commit_that_a_rollback_took_back_is_refused_at_the_same_step_too(
+    path: Path,
+) -> None:
+    with create(path, keep=9) as emb:
+        go_on(emb, SEED, 6)
+        undone = emb.state_dict()
+        emb.rollback(3)
+        go_on(emb, SEED + 1, 6)
+        assert emb.step == going_back.read_word(undone)["step"] == 6
+        assert "rollback took that commit back" in messages(emb, undone)
+        with pytest.raises(StoreError, match="commit 6 is not kept"):
+            ooc_embed.rollback(emb, undone)
+        kept = emb.state_dict()
+        emb.load_state_dict(kept)
+    with open_again(path) as emb:
+        emb.load_state_dict(kept)
+        assert "rollback took that commit back" in messages(emb, undone)
+
+
+@pytest.mark.parametrize("word", [None, {}, [1], {"table_id": "x", "commit": 0, "step": 0}])
+def test_what_is_no_checkpoint_of_this_table_is_refused(path: Path, word: Any) -> None:
+    with create(path) as emb:
+        messages(emb, {WORD: word})
+        with pytest.raises(StoreError):
+            ooc_embed.rollback(emb, {WORD: word})
+        with pytest.raises(KeyError):
+            ooc_embed.rollback(emb, {})
+
+
+# Models
+
+
+class Two(nn.Module):
+    """Two tables and a dense layer."""
+
+    def __init__(self, folder: Path, keep: int = 1) -> None:
+        super().__init__()
+        adam = ooc_embed.SparseAdam(lr=0.05)
+        options: dict[str, Any] = {"optimizer": adam, "dtype": torch.float64, "chunk_rows": 1024}
+        options |= {"cache_bytes": 40 * 13 * 8, "keep_commits": keep}
+        self.users = DiskEmbedding(300, 4, path=folder / "users.zarr", seed=1, **options)
+        self.items = DiskEmbedding(200, 4, path=folder / "items.zarr", seed=2, **options)
+        self.head = nn.Linear(8, 1, dtype=torch.float64)
+
+    def forward(self, users: torch.Tensor, items: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.cat([self.users(users), self.items(items)], 1))
+        return out
+
+    def close(self) -> None:
+        self.users.close()
+        self.items.close()
+
+    def all(self) -> list[torch.Tensor]:
+        """All that training changes."""
+        tables = (self.users, self.items)
+        parts = [view[:] for emb in tables for view in (emb.weight, *emb.state.values())]
+        parts += [emb.version[:] for emb in tables]
+        return parts + [parameter.detach().clone() for parameter in self.head.parameters()]
+
+
+def epoch(model: Two, dense: torch.optim.Optimizer, number: int, **schedulers: Any) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for _ in range(3):
+        users = torch.randint(0, 300, (90,), generator=generator)
+        items = torch.randint(0, 200, (90,), generator=generator)
+        dense.zero_grad()
+        (model(users, items) - 1).square().mean().backward()
+        dense.step()
+    for scheduler in schedulers.values():
+        scheduler.step()
+
+
+def made(folder: Path, **options: Any) -> tuple[Two, torch.optim.Optimizer, dict[str, Any]]:
+    torch.manual_seed(4)
+    model = Two(folder, **options)
+    dense = torch.optim.Adam(model.head.parameters(), lr=0.01)
+    schedulers = {
+        name: torch.optim.lr_scheduler.StepLR(getattr(model, name).optimizer, 2, gamma=0.5)
+        for name in ("users", "items")
+    }
+    return model, dense, schedulers
+
+
+def test_early_stopping_returns_to_the_best_epoch_and_goes_on_as_if_it_had_stopped_there(
+    tmp_path: Path,
+) -> None:
+    model, dense, schedulers = made(tmp_path / "a")
+    best: dict[str, Any] = {}
+    for number in range(7):
+        epoch(model, dense, number, **schedulers)
+        model.users.commit()  # automatic ones must not displace it
+        if number == 2:
+            parts = {"model": model, "dense": dense, **schedulers}
+            best = copy.deepcopy({name: part.state_dict() for name, part in parts.items()})
+            torch.save(best, tmp_path / "best.pt")
+    assert (tmp_path / "best.pt").stat().st_size < 10_000
+    best = torch.load(tmp_path / "best.pt", weights_only=True)
+    ooc_embed.rollback(model, best["model"])
+    for name, part in {"model": model, "dense": dense, **schedulers}.items():
+        part.load_state_dict(best[name])
+    other, other_dense, other_schedulers = made(tmp_path / "b")
+    for number in range(3):
+        epoch(other, other_dense, number, **other_schedulers)
+    for number in range(10, 15):
+        for one, two in zip(model.all(), other.all(), strict=True):
+            assert torch.equal(one, two)
+        for name in ("users", "items"):
+            group = getattr(model, name).optimizer.param_groups[0]
+            assert group["lr"] == getattr(other, name).optimizer.param_groups[0]["lr"]
+            assert group["initial_lr"] == 0.05
+        epoch(model, dense, number, **schedulers)
+        epoch(other, other_dense, number, **other_schedulers)
+    model.close()
+    other.close()
+    assert report.verify(tmp_path / "a" / "users.zarr") == []
+
+
+def _closed(model: Two) -> None:
+    model.items.close()
+
+
+def _read_only(model: Two) -> None:
+    model.items.close()
+    model.items = DiskEmbedding.open(model.items.path, mode="r")
+
+
+def _forgotten(model: Two) -> None:
+    model.items.state_dict()
+    model(torch.tensor([1]), torch.tensor([1])).sum().backward()
+    model.items.commit()
+
+
+def _undone(model: Two) -> None:
+    model.items.rollback(0)
+
+
+@pytest.mark.parametrize("spoil", [_closed, _read_only, _forgotten, _undone])
+def test_where_one_table_of_a_model_cannot_go_back_none_does(
+    tmp_path: Path, spoil: Callable[[Two], None]
+) -> None:
+    model, dense, _ = made(tmp_path, keep=2)
+    epoch(model, dense, 0)
+    model.items.keep_commits = 1 if spoil is not _undone else 2
+    saved = model.state_dict()
+    epoch(model, dense, 1)
+    spoil(model)
+    step = model.users.step
+    rows = model.users.weight[:]
+    with pytest.raises(StoreError):
+        ooc_embed.rollback(model, saved)
+    assert model.users.step == step
+    assert torch.equal(model.users.weight[:], rows)
+    model.close()

@@ -1,0 +1,245 @@
+"""Going back in the middle of other things: graphs, hooks, gradients that wait, threads, forks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import going_back
+import numpy as np
+import pytest
+import store_files
+import torch
+import workload
+from going_back import create, go_on, open_again
+
+import ooc_embed
+from ooc_embed import DiskEmbedding, StoreError, report
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+SEED = 97
+
+
+@pytest.fixture(scope="module")
+def weight(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    with create(tmp_path_factory.mktemp("seeded") / "t.zarr") as emb:
+        return emb.weight[:]
+
+
+@pytest.fixture(scope="module")
+def states(weight: torch.Tensor) -> list[workload.State]:
+    return workload.history(SEED, 12, weight)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "t.zarr"
+
+
+@pytest.mark.parametrize("number", [99, -1, "3", None])
+def test_an_unknown_commit_is_an_error_that_changes_nothing(path: Path, number: Any) -> None:
+    with create(path, keep=4) as emb:
+        go_on(emb, SEED, 3)
+        word = number if number is not None else 3.5
+        with store_files.untouched(path), pytest.raises(StoreError, match="is not kept"):
+            emb.rollback(word)
+        assert emb.step == 3
+
+
+@pytest.mark.parametrize("number", [2, np.int64(2), 2.0, torch.tensor(2)])
+def test_a_number_of_any_type_leaves_a_store_that_opens(
+    path: Path, states: list[workload.State], number: Any
+) -> None:
+    with create(path, keep=4) as emb:
+        go_on(emb, SEED, 3)
+        emb.rollback(number)
+    with open_again(path) as emb:
+        workload.assert_table_is(emb, states[2])
+
+
+def test_a_reader_and_a_closed_table_do_not_go_back(path: Path) -> None:
+    with create(path, keep=4) as emb:
+        go_on(emb, SEED, 3)
+    with store_files.untouched(path):
+        for method in (emb.rollback, emb.commit):
+            with pytest.raises(StoreError, match="closed"):
+                method()
+        with DiskEmbedding.open(path, mode="r") as reader:
+            for number in (None, 2):
+                with pytest.raises(StoreError, match="open to read"):
+                    reader.rollback(number)
+            with pytest.raises(StoreError, match="open to read"):
+                reader.keep_commits = 2
+            assert reader.step == 3
+
+
+def test_a_forked_child_does_not_go_back(path: Path, states: list[workload.State]) -> None:
+    with create(path, keep=4) as emb:
+        go_on(emb, SEED, 3)
+        pid = os.fork()
+        if pid == 0:  # pragma: no cover
+            try:
+                emb.rollback(2)
+            except StoreError as error:
+                os._exit(0 if "fork" in str(error) else 2)
+            os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        workload.assert_table_is(emb, states[3])
+
+
+def test_a_rollback_in_the_middle_of_a_step_is_refused_and_the_step_is_whole(
+    path: Path, states: list[workload.State]
+) -> None:
+    """As from a signal handler that runs while the table is being changed."""
+    with create(path, keep=4) as emb:
+        go_on(emb, SEED, 3)
+        with emb._table.writing(), pytest.raises(StoreError, match="in the middle"):
+            emb.rollback(2)
+        workload.assert_table_is(emb, states[3])
+
+
+def test_a_rollback_between_backward_hooks_is_followed_by_that_backwards_step(
+    path: Path, weight: torch.Tensor
+) -> None:
+    with create(path, keep=4) as emb:
+        go_on(emb, SEED, 3)
+        played = workload.make_round(SEED + 1, 0)
+        out = emb(played.ids)
+
+        def go_back(grad: torch.Tensor) -> None:
+            emb.rollback(2)
+
+        out.register_hook(go_back)
+        (out * played.grads).sum().backward()
+        shadow = going_back.shadow_of(weight, (SEED, 0, 2))
+        shadow.train(played.ids, played.grads)
+        workload.assert_table_is(emb, shadow.state())
+
+
+def test_a_graph_from_before_a_rollback_steps_the_rows_as_they_are_after_it(
+    path: Path, weight: torch.Tensor
+) -> None:
+    with create(path, keep=4) as emb:
+        go_on(emb, SEED, 3)
+        played = workload.make_round(SEED + 1, 0)
+        loss = (emb(played.ids) * played.grads).sum()
+        emb.rollback(2)
+        loss.backward()
+        shadow = going_back.shadow_of(weight, (SEED, 0, 2))
+        shadow.train(played.ids, played.grads)
+        workload.assert_table_is(emb, shadow.state())
+    assert report.verify(path) == []
+
+
+def test_views_and_the_optimizer_held_across_a_rollback_show_what_is_there_now(
+    path: Path, states: list[workload.State]
+) -> None:
+    with create(path, keep=9) as emb:
+        go_on(emb, SEED, 6)
+        views = {"weight": emb.weight, **emb.state}
+        version, group = emb.version, emb.optimizer.param_groups[0]
+        blocks = emb.weight.blocks(1000)
+        next(blocks)
+        emb.rollback(2)
+        for name, view in views.items():
+            np.testing.assert_allclose(view[:].numpy(), states[2].fields[name], atol=1e-11)
+        np.testing.assert_array_equal(version[:].numpy(), states[2].version)
+        assert group["lr"] == states[2].lr
+        for start, rows in blocks:
+            want = states[2].fields["weight"][start : start + 1000]
+            np.testing.assert_allclose(rows.numpy(), want, atol=1e-11)
+        views["weight"][5] = torch.ones(workload.DIM)
+        assert torch.equal(emb.weight[5], torch.ones(workload.DIM, dtype=torch.float64))
+
+
+def test_a_rollback_while_rows_are_read_ahead_disturbs_neither(
+    path: Path, states: list[workload.State]
+) -> None:
+    with create(path, keep=9) as emb:
+        go_on(emb, SEED, 8)
+        rounds = [workload.make_round(SEED, index) for index in (4, 5, 6, 4, 5, 6, 7)]
+        emb.rollback(4)
+        for turn, played in enumerate(
+            ooc_embed.lookahead(rounds, emb, rows=lambda played: played.ids, depth=3)
+        ):
+            if turn == 3:
+                emb.rollback(4)
+            workload.play(emb, played)
+        workload.assert_table_is(emb, states[8])
+
+
+def test_gradients_that_wait_are_dropped_and_later_ones_are_not(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"init": "zeros", "dtype": torch.float64, "keep_commits": 3}
+    ids = torch.tensor([1, 2])
+    with DiskEmbedding(9, 2, path=tmp_path / "t", step_on="optimizer", **options) as emb:
+        for _ in range(2):
+            emb(ids).sum().backward()
+            emb.optimizer.step()
+            emb.commit()
+        after_one = DiskEmbedding.open(emb.path, "r", commit=1).weight[:]
+        emb(ids).sum().backward()
+        emb.rollback(1)
+        emb.optimizer.step()
+        assert emb.step == 1
+        assert torch.equal(emb.weight[:], after_one)
+        emb(ids).sum().backward()
+        emb.optimizer.step()
+        assert emb.step == 2
+    with DiskEmbedding.open(tmp_path / "t") as emb:
+        assert emb.step_on == "optimizer"
+
+
+def test_a_scaler_goes_on_behind_a_rollback(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    options: dict[str, Any] = {"init": "zeros", "dtype": torch.float64}
+    weights = []
+    for goes_back in (False, True):
+        with DiskEmbedding(9, 2, path=tmp_path / str(goes_back), keep_commits=3, **options) as emb:
+            emb.grad_scaler = scaler
+
+            def step(emb: DiskEmbedding = emb) -> None:
+                scaler.scale(emb(torch.tensor([1, 2])).sum()).backward()
+                scaler.update()
+
+            step()
+            number = emb.commit()
+            if goes_back:
+                step()
+                emb.commit()
+                emb.rollback(number)
+                assert emb.grad_scaler is scaler
+            step()
+            assert emb.step == 2
+            weights.append(emb.weight[:])
+    assert torch.equal(*weights)
+
+
+def _nothing(emb: DiskEmbedding) -> None:
+    pass
+
+
+def _rollback(emb: DiskEmbedding) -> None:
+    emb.rollback()
+
+
+@pytest.mark.parametrize("between", [_nothing, _rollback])
+def test_memory_and_descriptors_do_not_grow_with_rollbacks(
+    path: Path, between: Callable[[DiskEmbedding], None]
+) -> None:
+    with create(path, keep=9) as emb:
+        go_on(emb, SEED, 6)
+
+        def turn() -> tuple[int, int]:
+            emb.rollback(3)
+            go_on(emb, SEED, 6)
+            between(emb)
+            maps = Path("/proc/self/maps").read_text().count(str(path))
+            return maps, len(os.listdir("/proc/self/fd"))
+
+        turn()
+        first = turn()
+        for _ in range(4):
+            assert turn() == first
