@@ -1,5 +1,6 @@
 """Embedding tables larger than memory for PyTorch: a torch.nn.Module over a zarr store on disk."""
 
+from . import poincare
 from ._version import __version__
 from .clipping import clip_grad_norm_
 from .embedding import DiskEmbedding
@@ -9,6 +10,7 @@ from .initializers import Normal, Uniform, Zeros
 from .lookahead import lookahead
 from .replacement import Replacement, replace_embeddings
 from .restoring import rollback
+from .riemannian import RiemannianAdam, RiemannianSGD
 from .rules import SGD, Adagrad, RowwiseAdagrad, SparseAdam
 from .stats import Stats
 from .views import RowView
@@ -23,6 +25,8 @@ __all__ = [
     "LockedError",
     "Normal",
     "Replacement",
+    "RiemannianAdam",
+    "RiemannianSGD",
     "RowView",
     "RowwiseAdagrad",
     "SparseAdam",
@@ -33,6 +37,7 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "lookahead",
+    "poincare",
     "replace_embeddings",
     "rollback",
 ]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .rules import Rule
+from .rule import Rule
 
 if TYPE_CHECKING:
     from .fused import FusedStep

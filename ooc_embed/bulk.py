@@ -5,7 +5,7 @@ Whole chunk files are written once, in order: the log is for rows that are touch
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,9 @@ import torch
 from .manifest import Layout
 from .memory import page_aligned
 from .progress import progress
+
+# What becomes of given rows, (n, D).
+Admit = Callable[[torch.Tensor], torch.Tensor]
 
 
 def check_source(name: str, source: Any, shape: tuple[int, int]) -> None:
@@ -32,7 +35,7 @@ def check_source(name: str, source: Any, shape: tuple[int, int]) -> None:
 
 
 def chunks(
-    sources: Sequence[tuple[slice, Any]],
+    sources: Sequence[tuple[slice, Any, Admit | None]],
     constants: Sequence[tuple[slice, float]],
     layout: Layout,
 ) -> Iterator[np.ndarray]:
@@ -41,8 +44,8 @@ def chunks(
     The same ``(chunk_rows, W)`` buffer is yielded again and again.
 
     Args:
-        sources: columns of a field and its ``(N, columns)``: a tensor, an array, a memmap, a zarr
-            array; each is read once, by slices.
+        sources: columns of a field, its ``(N, columns)``: a tensor, an array, a memmap, a zarr
+            array; each is read once, by slices; and what becomes of its rows.
         constants: columns, and the number that all rows have there.
         layout: the table's.
     """
@@ -53,8 +56,11 @@ def chunks(
         stop = min(start + layout.chunk_rows, layout.num_embeddings)
         for span, value in constants:
             chunk[: stop - start, span] = value
-        for span, source in sources:
+        for span, source, admit in sources:
             chunk[: stop - start, span] = _block(source, start, stop)
+            if admit is not None:
+                rows = torch.from_numpy(chunk[: stop - start, span])
+                rows.copy_(admit(rows))
         chunk[stop - start :] = 0
         yield chunk
 

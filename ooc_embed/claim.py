@@ -44,12 +44,13 @@ def check_free(path: Path, *, overwrite: bool) -> None:
 
 
 @contextmanager
-def claimed(path: Path) -> Iterator[durable.DirectoryLock]:
+def claimed(path: Path, *, overwrite: bool) -> Iterator[durable.DirectoryLock]:
     """Make it an empty folder, with the writer's lock, for a store to be made in.
 
     Where the body fails nothing is left.
 
     Raises:
+        FileExistsError: as `check_free`; another process was faster.
         LockedError: a store is there and somebody writes to it.
     """
     new = not path.exists()
@@ -61,13 +62,20 @@ def claimed(path: Path) -> Iterator[durable.DirectoryLock]:
             durable.remove_empty(path)
         raise
     try:
+        check_free(path, overwrite=overwrite)
+    except BaseException:
+        lock.close()
+        raise
+    try:
         _clear(path)
         yield lock
     except BaseException:
-        _clear(path)
-        if new:
-            durable.remove_tree(path)
-        lock.close()
+        try:
+            _clear(path)
+            if new:
+                durable.remove_tree(path)
+        finally:
+            lock.close()
         raise
 
 

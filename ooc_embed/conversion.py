@@ -13,6 +13,7 @@ from torch import nn
 from . import creation, rules
 from .arguments import LayerArguments
 from .gradients import GRADIENT_OPTIONS
+from .rule import Rule
 from .table import Table
 
 _FIELDS = ("exp_avg", "exp_avg_sq")
@@ -31,7 +32,7 @@ class Trained:
         state: the moments, name to ``(N, D)``; empty before the first step.
     """
 
-    rule: rules.Rule | None
+    rule: Rule | None
     rates: Mapping[str, float]
     step: int
     state: Mapping[str, torch.Tensor]
@@ -69,7 +70,7 @@ def _rates(group: Mapping[str, Any]) -> dict[str, float]:
 
 def to_disk(
     embedding: nn.Embedding | nn.EmbeddingBag,
-    optimizer: torch.optim.Optimizer | rules.Rule | None,
+    optimizer: torch.optim.Optimizer | Rule | None,
     path: Path,
     *,
     step_on: str,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -23,6 +23,7 @@ from .log import LogState
 from .manifest import VERSION_FIELD, Layout, Manifest, record_fields
 from .opened import field_spans
 from .optimizer import first_group
+from .rule import Rule
 from .store import Store
 from .table import Table
 
@@ -33,7 +34,7 @@ def create_table(
     arguments: LayerArguments,
     *,
     padding_idx: int | None,
-    rule: rules.Rule | None,
+    rule: Rule | None,
     group_options: Mapping[str, Any],
     init: Any,
     seed: int,
@@ -66,7 +67,7 @@ def create_table(
     check_cache(cache_bytes)
     check_count("keep_commits", keep_commits)
     rule = rules.SparseAdam() if rule is None else rule
-    if not isinstance(rule, rules.Rule):
+    if not isinstance(rule, Rule):
         raise TypeError(
             f"optimizer must be a rule such as ooc_embed.SparseAdam(lr=1e-3), got {rule!r}"
         )
@@ -79,7 +80,7 @@ def create_table(
     for name, source in sources.items():
         title = "init" if name == "weight" else name
         bulk.check_source(title, source, (num_embeddings, fields[name]))
-    start = initializers.Zeros() if sources else initializers.from_name(init)
+    start = _start(rule, init, embedding_dim, dtype, given=bool(sources))
     manifest = Manifest(
         table_id=str(uuid.uuid4()),
         embedding_dim=embedding_dim,
@@ -94,16 +95,8 @@ def create_table(
     )
     manifest.check()
 
-    def rows(layout: Layout) -> Iterable[np.ndarray]:
-        spans = field_spans(fields)
-        constants = {**rule.initial(), VERSION_FIELD: 1.0}
-        return bulk.chunks(
-            [(spans[name], source) for name, source in sources.items()],
-            [(spans[name], value) for name, value in constants.items()],
-            layout,
-        )
-
-    store = Store.create(path, manifest, chunk_rows, rows if sources else None, overwrite=overwrite)
+    rows = _given_rows(rule, fields, sources) if sources else None
+    store = Store.create(path, manifest, chunk_rows, rows, overwrite=overwrite)
     try:
         table = Table(store, cache_bytes)
         store.name_holder()
@@ -111,6 +104,37 @@ def create_table(
     except BaseException:
         store.close()
         raise
+
+
+def _given_rows(
+    rule: Rule, fields: Mapping[str, int], sources: Mapping[str, Any]
+) -> Callable[[Layout], Iterable[np.ndarray]]:
+    """Gives the content of every chunk file, of rows that are given."""
+    spans = field_spans(fields)
+    constants = {**rule.initial(), VERSION_FIELD: 1.0}
+
+    def rows(layout: Layout) -> Iterable[np.ndarray]:
+        return bulk.chunks(
+            [
+                (spans[name], source, rule.admit if name == "weight" else None)
+                for name, source in sources.items()
+            ],
+            [(spans[name], value) for name, value in constants.items()],
+            layout,
+        )
+
+    return rows
+
+
+def _start(
+    rule: Rule, init: Any, dim: int, dtype: torch.dtype, *, given: bool
+) -> initializers.Initializer:
+    """What rows begin as that are not given."""
+    if given:
+        return initializers.Zeros()
+    start = rule.default_init() if init is None else initializers.from_name(init)
+    rule.check_init(start, dim, dtype)
+    return start
 
 
 def _beginning(

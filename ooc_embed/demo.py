@@ -11,11 +11,14 @@ from collections.abc import Callable
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from . import linkprediction, memory_limit
+from . import linkprediction, memory_limit, poincare_demo
 from .errors import StoreError
 from .training import Run, Settings, read_settings, record_bytes
 
 _REPORT_SECONDS = 5.0
+_FOLDER, _POINCARE_FOLDER = Path("ooc-embed-demo"), Path("ooc-embed-poincare")
+# Absent from the arguments unless they are given, and then for one of the demonstrations only.
+_ONLY_LINKS = ("rows", "steps", "batch", "negatives", "commit_every")
 
 
 class _Progress:
@@ -54,14 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of a run; those of its settings are absent from the result if not given."""
     default = Settings()
     parser.add_argument(
-        "--path", type=Path, default=Path("ooc-embed-demo"), help="folder, default: %(default)s"
+        "--path", type=Path, help=f"folder, default: {_FOLDER}, or {_POINCARE_FOLDER}"
     )
     begin = parser.add_mutually_exclusive_group()
     begin.add_argument("--resume", action="store_true", help="go on with the run in the folder")
     begin.add_argument("--overwrite", action="store_true", help="replace the run in the folder")
     for name, kind, text in (
         ("rows", _whole(0), "pad the table to this many rows, drawn as wrong answers"),
-        ("dim", _whole(2, 2), "numbers in a row, an even number"),
+        ("dim", _whole(2), "numbers in a row, an even number unless with --poincare"),
         ("steps", _whole(1), "of the whole run"),
         ("batch", _whole(1), "triples of a step"),
         ("negatives", _whole(1), "wrong answers of a step"),
@@ -81,10 +84,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="memory for hot rows, for example 64M; default: a tenth of the table",
     )
+    poincare_demo.add_arguments(parser, _whole(1))
+    parser.set_defaults(refuse=parser.error)
 
 
 def main(args: argparse.Namespace) -> int:
     """Runs the demonstration, or goes on with it; its exit status."""
+    _refuse_mixed(args)
+    if args.path is None:
+        args.path = _POINCARE_FOLDER if args.poincare else _FOLDER
+    if args.poincare:
+        return poincare_demo.main(args)
     before = _anonymous_bytes()
     graph = linkprediction.load_wordnet()
     with _begin(args, graph) as run:
@@ -101,6 +111,26 @@ def main(args: argparse.Namespace) -> int:
         _conclude(run, before)
     print(f"to go on from here, or only to measure again:\n  {again}")
     return 0
+
+
+def _refuse_mixed(args: argparse.Namespace) -> None:
+    """Ends the command where an option is given that its demonstration does not have."""
+    if args.poincare:
+        given = [name for name in _ONLY_LINKS if hasattr(args, name)]
+        given += [name for name in ("resume", "cache_bytes") if getattr(args, name)]
+        if given:
+            args.refuse(f"argument --{given[0].replace('_', '-')}: not allowed with --poincare")
+        if args.png and getattr(args, "dim", 2) != 2:
+            args.refuse(f"argument --png: draws rows of 2 numbers, not of {args.dim}")
+        return
+    for name in ("nouns", "epochs", "png"):
+        if getattr(args, name):
+            args.refuse(f"argument --{name}: needs --poincare")
+    if hasattr(args, "dim"):
+        try:
+            _whole(2, 2)(str(args.dim))
+        except argparse.ArgumentTypeError as error:
+            args.refuse(f"argument --dim: {error}")
 
 
 def _begin(args: argparse.Namespace, graph: linkprediction.Graph) -> Run:

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import conversion, creation, passes, rules
+from . import conversion, creation, passes
 from .arguments import LayerArguments
 from .ids import check_range, flat_ids
 from .layer import DiskLayer
+from .rule import Rule
 
 
 class DiskEmbedding(DiskLayer):
@@ -45,7 +46,8 @@ class DiskEmbedding(DiskLayer):
             step.
         init: ``"normal"`` (N(0, 1), as nn.Embedding), ``"uniform"``, ``"zeros"``, or `Normal`,
             `Uniform`, `Zeros` with parameters; rows then cost nothing until they are trained. Or a
-            tensor or array of the full shape, which is streamed in.
+            tensor or array of the full shape, which is streamed in. None is ``"normal"``, for rules
+            on the Poincaré ball ``Uniform(-1e-3, 1e-3)``.
         seed: of the initial rows.
         cache_bytes: memory for hot rows; ``"auto"`` is a quarter of what this process may use.
         dtype: ``torch.float32`` or ``torch.float64``.
@@ -98,12 +100,12 @@ class DiskEmbedding(DiskLayer):
         sparse: bool = True,
         *,
         path: str | Path,
-        optimizer: rules.Rule | None = None,
+        optimizer: Rule | None = None,
         step_on: str = "backward",
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
         nonfinite: str = "raise",
-        init: Any = "normal",
+        init: Any = None,
         seed: int = 0,
         cache_bytes: int | str = "auto",
         keep_commits: int = 1,

@@ -9,12 +9,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from . import creation, passes, rules
+from . import creation, passes
 from .arguments import LayerArguments
 from .errors import FormatError
 from .gradients import sort_rows
 from .ids import check_range, flat_ids
 from .layer import DiskLayer
+from .rule import Rule
 from .table import Table
 
 
@@ -75,12 +76,12 @@ class DiskEmbeddingBag(DiskLayer):
         padding_idx: int | None = None,
         *,
         path: str | Path,
-        optimizer: rules.Rule | None = None,
+        optimizer: Rule | None = None,
         step_on: str = "backward",
         max_grad_norm: float | None = None,
         max_grad_value: float | None = None,
         nonfinite: str = "raise",
-        init: Any = "normal",
+        init: Any = None,
         seed: int = 0,
         cache_bytes: int | str = "auto",
         keep_commits: int = 1,

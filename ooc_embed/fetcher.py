@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -28,6 +28,7 @@ class RowFetcher:
         weight: columns of the weight in a record.
         version: column of the version.
         state: columns of new rows that do not begin as zeros, and as what.
+        confine: what becomes of the weights of new rows.
         counters: where hits and misses are counted.
 
     Attributes:
@@ -42,6 +43,7 @@ class RowFetcher:
         weight: slice,
         version: int,
         state: Sequence[tuple[slice, float]],
+        confine: Callable[[torch.Tensor], torch.Tensor],
         counters: Counters,
     ) -> None:
         layout = storage.store.layout
@@ -53,6 +55,7 @@ class RowFetcher:
         self._version = version
         self._counters = counters
         self._state = state
+        self._confine = confine
         self._init = initializers.from_json(storage.manifest.init)
         # Of the last `fetch`: the rows, their slots, and the cache's departures by then.
         self._fetched = (no_rows := torch.empty(0, dtype=torch.int64, device="cpu"), no_rows, 0)
@@ -118,6 +121,7 @@ class RowFetcher:
             values = self._init.rows(
                 new, manifest.embedding_dim, manifest.seed, self._cache.records.dtype
             )
+            values = self._confine(values)
             if manifest.padding_idx is not None:
                 values[new == manifest.padding_idx] = 0
             records[fresh, self._weight] = values

@@ -19,7 +19,8 @@ from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 
-from .rules import Rule, SparseAdam
+from .rule import Rule
+from .rules import SparseAdam
 
 # Takes records (S, W), slots (n,), gradients (n, D), the step's number and hyper-parameters; steps
 # the records at the slots, counts their versions up, returns how many of these were 0.

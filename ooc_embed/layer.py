@@ -13,12 +13,13 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
-from . import checkpoint, conversion, creation, passes, rules, search, sources
+from . import checkpoint, conversion, creation, passes, search, sources
 from .errors import StoreError
 from .ids import check_range, flat_ids
 from .module import TableModule
 from .optimizer import TableOptimizer
 from .progress import progress
+from .rule import Rule, check_same, hyperparameters
 from .table import Table
 
 _SEARCHED_ROWS = 1 << 15
@@ -37,6 +38,7 @@ class DiskLayer(TableModule):
         mode: str = "r+",
         *,
         commit: int | None = None,
+        optimizer: Rule | None = None,
         cache_bytes: int | str = "auto",
     ) -> Self:
         """Go on with the store at ``path``: same step, moments and hyper-parameters.
@@ -47,9 +49,13 @@ class DiskLayer(TableModule):
                 the newest now, for as long as it is open, beside a writer or not.
             commit: the number of an earlier commit that is kept, to read; or, of a writer, to go
                 back to, as `rollback` does.
+            optimizer: the store's own rule, with hyper-parameters to take from now on; None keeps
+                those of the store.
             cache_bytes: memory for hot rows of a writer.
 
         Raises:
+            ValueError: the store has another rule, or other values of what stays fixed, as the
+                curvature of a ball.
             FileNotFoundError: there is nothing.
             FormatError: there is something else.
             CorruptStoreError: a file is missing, short, or fails its checksum.
@@ -58,7 +64,15 @@ class DiskLayer(TableModule):
         """
         creation.check_cache(cache_bytes)
         self = cls.__new__(cls)
-        self._adopt(Table.open(Path(path).absolute(), mode, cache_bytes, commit))
+        table = Table.open(Path(path).absolute(), mode, cache_bytes, commit)
+        try:
+            check_same(table.rule, table.rule if optimizer is None else optimizer)
+        except BaseException:
+            table.close()
+            raise
+        self._adopt(table)
+        if optimizer is not None:
+            self.optimizer.param_groups[0].update(hyperparameters(optimizer))
         return self
 
     def _adopt(self, table: Table) -> None:
@@ -144,7 +158,7 @@ class DiskLayer(TableModule):
     def from_embedding(
         cls,
         embedding: nn.Embedding | nn.EmbeddingBag,
-        optimizer: torch.optim.Optimizer | rules.Rule | None = None,
+        optimizer: torch.optim.Optimizer | Rule | None = None,
         *,
         path: str | Path,
         cache_bytes: int | str = "auto",

@@ -13,6 +13,7 @@ from .errors import FormatError
 from .history import Commit, History
 from .log import ALIGNMENT, LogShape
 from .parsing import integer, optional, text
+from .rule import Rule, check_group, hyperparameters
 
 FORMAT = 1
 # Of the group, under which it is.
@@ -133,12 +134,12 @@ class Manifest:
         if self.padding_idx is not None and self.padding_idx >= self.num_embeddings:
             raise ValueError(f"padding_idx {self.padding_idx} is no row")
         for group in (group for commit in self.history.commits for group in commit.param_groups):
-            group = {**rules.hyperparameters(rule), **gradients.GRADIENT_OPTIONS, **group}
-            rules.check_group(rule, group)
+            group = {**hyperparameters(rule), **gradients.GRADIENT_OPTIONS, **group}
+            check_group(rule, group)
             gradients.check_options(group)
 
 
-def record_fields(dim: int, rule: rules.Rule) -> dict[str, int]:
+def record_fields(dim: int, rule: Rule) -> dict[str, int]:
     """Field name to columns of a record, in order."""
     return {"weight": dim, **rule.fields(dim), VERSION_FIELD: 1}
 

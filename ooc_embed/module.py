@@ -155,7 +155,8 @@ class TableModule(nn.Module):
         Raises:
             StoreError: it is not kept, or the table is closed or read-only.
             OSError: the disk is full, or failed; nothing has changed. If it failed while the store
-                was read anew, the table is closed, and the store is at that commit.
+                was read anew, the table is closed; if it failed to make the change durable, the
+                table is at that commit all the same.
         """
         self._table.rollback(commit, self.optimizer.go_back)
 

@@ -83,6 +83,7 @@ class OpenTable:
             self.spans["weight"],
             self._version,
             [(self.spans[name], value) for name, value in self.rule.initial().items()],
+            self.rule.confine,
             self.counters,
         )
 
@@ -224,6 +225,8 @@ class OpenTable:
                 if self.store.manifest is not before:
                     self._reload()
                     then()
+                else:
+                    self._storage.begin_merge()
                 raise
             self._reload()
             then()

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 
-from . import gradients, rules
+from . import gradients
 from .gradients import GRADIENT_OPTIONS
 from .interrupts import uninterrupted
+from .rule import Rule, check_group, from_plain, hyperparameters, plain
 from .table import Prepared, Table
 
 
-def first_group(rule: rules.Rule, options: Mapping[str, Any]) -> dict[str, Any]:
+def first_group(rule: Rule, options: Mapping[str, Any]) -> dict[str, Any]:
     """The param group that a table begins with, as a store keeps it.
 
     Args:
@@ -23,9 +24,9 @@ def first_group(rule: rules.Rule, options: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         TypeError, ValueError: an option's value.
     """
-    group = {**rules.hyperparameters(rule), **GRADIENT_OPTIONS, **options}
+    group = {**hyperparameters(rule), **GRADIENT_OPTIONS, **options}
     gradients.check_options(group)
-    return {name: rules.plain(value) for name, value in group.items()}
+    return {name: plain(value) for name, value in group.items()}
 
 
 class TableOptimizer(torch.optim.Optimizer):
@@ -55,10 +56,10 @@ class TableOptimizer(torch.optim.Optimizer):
         self._handle = torch.nn.Parameter(handle)
         self._step_on = step_on
         self.grad_scaler: torch.amp.GradScaler | None = None
-        defaults = {**rules.hyperparameters(table.rule), **GRADIENT_OPTIONS}
+        defaults = {**hyperparameters(table.rule), **GRADIENT_OPTIONS}
         super().__init__([self._handle], defaults)
         for group, kept in zip(self.param_groups, param_groups, strict=False):
-            group.update(rules.from_plain(kept))
+            group.update(from_plain(kept))
         self._drop()
 
     @property
@@ -192,7 +193,7 @@ class TableOptimizer(torch.optim.Optimizer):
     def go_back(self, param_groups: list[dict[str, Any]]) -> None:
         """Take the hyper-parameters of a commit, and drop the gradients that wait."""
         self._drop()
-        self.param_groups[0].update(rules.from_plain(param_groups[0]))
+        self.param_groups[0].update(from_plain(param_groups[0]))
 
     def __reduce__(self) -> Any:
         raise TypeError("the optimizer of a table belongs to it: save its state_dict()")
@@ -220,12 +221,12 @@ class TableOptimizer(torch.optim.Optimizer):
         (group,) = self.param_groups
         try:
             self._check(group)
-            return [{key: rules.plain(value) for key, value in group.items() if key != "params"}]
+            return [{key: plain(value) for key, value in group.items() if key != "params"}]
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(
                 f"a hyper-parameter in emb.optimizer.param_groups[0] cannot be kept: {error}"
             ) from error
 
     def _check(self, group: Mapping[str, Any]) -> None:
-        rules.check_group(self._table.rule, group)
+        check_group(self._table.rule, group)
         gradients.check_options(group)

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import conversion, durable, rules
+from . import conversion, durable
 from .embedding import DiskEmbedding
 from .embedding_bag import DiskEmbeddingBag
 from .progress import progress
+from .rule import Rule
 
 _Layer = nn.Embedding | nn.EmbeddingBag
 
@@ -49,7 +50,7 @@ def replace_embeddings(
     directory: str | Path,
     *,
     min_rows: int = 100_000,
-    optimizer: torch.optim.Optimizer | rules.Rule | None = None,
+    optimizer: torch.optim.Optimizer | Rule | None = None,
     **options: Any,
 ) -> list[Replacement]:
     """Replace every large ``nn.Embedding`` and ``nn.EmbeddingBag`` in a model by a table on disk.
@@ -96,7 +97,7 @@ def replace_embeddings(
 def _check(
     model: nn.Module,
     plans: list[Replacement],
-    optimizer: torch.optim.Optimizer | rules.Rule | None,
+    optimizer: torch.optim.Optimizer | Rule | None,
     *,
     overwrite: bool,
 ) -> None:

@@ -4,66 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch.optim.adam import adam
 
-
-@dataclass(frozen=True)
-class Rule:
-    """What a table does with the gradients of a batch. Use one of its subclasses.
-
-    Attributes:
-        name: what a store calls it.
-        padded: whether `update` takes rows padded to whole vectors, see `blocks`.
-    """
-
-    name: ClassVar[str] = ""
-    padded: ClassVar[bool] = False
-    lr: float | torch.Tensor = 1e-3
-
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            _check_kind(field.name, getattr(self, field.name), field.default)
-        if not 0.0 < float(self.lr):
-            raise ValueError(f"lr must be greater than 0, got {float(self.lr)}")
-        self.check(hyperparameters(self))
-
-    def check(self, values: Mapping[str, Any]) -> None:
-        """See that hyper-parameters other than lr are in their ranges.
-
-        Raises:
-            ValueError: one is not.
-        """
-
-    def fields(self, dim: int) -> dict[str, int]:
-        """The state that a row of ``dim`` weights needs: field name to columns."""
-        raise NotImplementedError
-
-    def initial(self) -> dict[str, float]:
-        """The fields that do not begin as zeros, and as what."""
-        return {}
-
-    def update(
-        self,
-        weight: torch.Tensor,
-        grad: torch.Tensor,
-        state: Mapping[str, torch.Tensor],
-        step: int,
-        group: Mapping[str, Any],
-    ) -> None:
-        """Step ``(n, dim)`` rows in place.
-
-        Args:
-            weight, grad: the rows and the summed gradients; the gradients stay as they are.
-            state: the fields, each ``(n, columns)``.
-            step: number of this step, from 1.
-            group: the hyper-parameters in force, a param group of the table's optimizer.
-        """
-        raise NotImplementedError
+from .riemannian import RiemannianAdam, RiemannianSGD
+from .rule import Rule, ascending, check_not_negative, from_plain, hyperparameters, plain
 
 
 @dataclass(frozen=True)
@@ -91,6 +39,7 @@ class SparseAdam(Rule):
 
     name: ClassVar[str] = "SparseAdam"
     padded: ClassVar[bool] = True
+    fixed: ClassVar[tuple[str, ...]] = ("bias_correction",)
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     maximize: bool = False
@@ -103,7 +52,7 @@ class SparseAdam(Rule):
         beta1, beta2 = values["betas"]
         if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
             raise ValueError(f"betas must be two numbers in [0, 1), got {values['betas']}")
-        _check_not_negative(values, "row_weight_decay")
+        check_not_negative(values, "row_weight_decay")
         if values["bias_correction"] not in ("table", "row"):
             raise ValueError(
                 f"bias_correction must be 'table' or 'row', got {values['bias_correction']!r}"
@@ -159,7 +108,7 @@ class SparseAdam(Rule):
         steps += 1
         number = steps.double()
         size = float(group["lr"]) * (1 - beta2**number).sqrt() / (1 - beta1**number)
-        grad = _ascending(grad, group)
+        grad = ascending(grad, group)
         first, second = state["exp_avg"], state["exp_avg_sq"]
         first.add_(grad - first, alpha=1 - beta1)
         second.add_(grad * grad - second, alpha=1 - beta2)
@@ -190,7 +139,7 @@ class SGD(Rule):
     maximize: bool = False
 
     def check(self, values: Mapping[str, Any]) -> None:
-        _check_not_negative(values, "momentum")
+        check_not_negative(values, "momentum")
         if values["nesterov"] and not values["momentum"]:
             raise ValueError("nesterov needs a momentum greater than 0")
         if values["momentum"] and not self.momentum:
@@ -209,7 +158,7 @@ class SGD(Rule):
         step: int,
         group: Mapping[str, Any],
     ) -> None:
-        grad = _ascending(grad, group)
+        grad = ascending(grad, group)
         if self.momentum:
             momentum = state["momentum_buffer"].mul_(group["momentum"]).add_(grad)
             grad = grad.add(momentum, alpha=group["momentum"]) if group["nesterov"] else momentum
@@ -242,7 +191,7 @@ class Adagrad(Rule):
 
     def check(self, values: Mapping[str, Any]) -> None:
         for name in ("lr_decay", "initial_accumulator_value", "eps"):
-            _check_not_negative(values, name)
+            check_not_negative(values, name)
         if values["initial_accumulator_value"] != self.initial_accumulator_value:
             raise ValueError(
                 f"initial_accumulator_value was {self.initial_accumulator_value} at the table's "
@@ -263,7 +212,7 @@ class Adagrad(Rule):
         step: int,
         group: Mapping[str, Any],
     ) -> None:
-        grad = _ascending(grad, group)
+        grad = ascending(grad, group)
         total = state["sum"].add_(grad.square())
         lr = float(group["lr"]) / (1 + (step - 1) * group["lr_decay"])
         weight.sub_(grad / (total.sqrt() + group["eps"]), alpha=lr)
@@ -290,7 +239,7 @@ class RowwiseAdagrad(Rule):
     maximize: bool = False
 
     def check(self, values: Mapping[str, Any]) -> None:
-        _check_not_negative(values, "eps")
+        check_not_negative(values, "eps")
 
     def fields(self, dim: int) -> dict[str, int]:
         return {"sum": 1}
@@ -303,24 +252,15 @@ class RowwiseAdagrad(Rule):
         step: int,
         group: Mapping[str, Any],
     ) -> None:
-        grad = _ascending(grad, group)
+        grad = ascending(grad, group)
         total = state["sum"].add_(grad.square().mean(dim=1, keepdim=True))
         weight.sub_(grad / (total.sqrt() + group["eps"]), alpha=float(group["lr"]))
 
 
 _RULES: dict[str, type[Rule]] = {
-    rule.name: rule for rule in (SparseAdam, SGD, Adagrad, RowwiseAdagrad)
+    rule.name: rule
+    for rule in (SparseAdam, SGD, Adagrad, RowwiseAdagrad, RiemannianAdam, RiemannianSGD)
 }
-
-
-def _check_not_negative(values: Mapping[str, Any], name: str) -> None:
-    if not 0.0 <= values[name]:
-        raise ValueError(f"{name} must be 0 or greater, got {values[name]}")
-
-
-def _ascending(grad: torch.Tensor, group: Mapping[str, Any]) -> torch.Tensor:
-    """The gradient to descend by."""
-    return -grad if group["maximize"] else grad
 
 
 def to_json(rule: Rule) -> dict[str, Any]:
@@ -335,65 +275,3 @@ def from_json(value: Mapping[str, Any]) -> Rule:
     """
     arguments = from_plain(value)
     return _RULES[arguments.pop("name")](**arguments)
-
-
-def hyperparameters(rule: Rule) -> dict[str, Any]:
-    """A rule's own values, as a param group holds them."""
-    return {field.name: getattr(rule, field.name) for field in fields(rule)}
-
-
-def check_group(rule: Rule, group: Mapping[str, Any]) -> None:
-    """See that a param group holds values of the rule's kinds and ranges; lr may have become 0.
-
-    Raises:
-        KeyError, TypeError, ValueError: it does not.
-    """
-    for field in fields(rule):
-        value, first = group[field.name], getattr(rule, field.name)
-        _check_kind(field.name, value, first)
-        if isinstance(first, str) and value != first:
-            raise ValueError(
-                f"{field.name} was {first!r} when the table was created, got {value!r}"
-            )
-    if float(group["lr"]) < 0:
-        raise ValueError(f"lr must be 0 or greater, got {float(group['lr'])}")
-    rule.check(group)
-
-
-def _check_kind(key: str, value: Any, example: Any) -> None:
-    if isinstance(example, tuple):
-        if not isinstance(value, (tuple, list)) or len(value) != len(example):
-            raise ValueError(f"{key} must be {len(example)} numbers, got {value!r}")
-        for item, of in zip(value, example, strict=True):
-            _check_kind(key, item, of)
-    elif isinstance(example, (str, bool)):
-        if not isinstance(value, type(example)):
-            raise TypeError(f"{key} must be like {example!r}, got {value!r}")
-    elif isinstance(value, torch.Tensor) and value.numel() != 1:
-        raise ValueError(f"a tensor {key} must have one element, got {value.numel()}")
-    elif isinstance(value, bool) or not isinstance(value, (int, float, np.generic, torch.Tensor)):
-        raise TypeError(f"{key} must be a number, got {value!r}")
-    elif not math.isfinite(value):
-        raise ValueError(f"{key} must be finite, got {value!r}")
-
-
-def plain(value: Any) -> Any:
-    """A hyper-parameter as JSON holds it.
-
-    Raises:
-        TypeError, ValueError: a value that JSON cannot hold.
-    """
-    if isinstance(value, (torch.Tensor, np.generic)):
-        return plain(value.item())
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"a store cannot keep the hyper-parameter {value}")
-    if isinstance(value, (tuple, list)):
-        return [plain(item) for item in value]
-    if value is None or isinstance(value, (bool, int, float, str)):
-        return value
-    raise TypeError(f"a store cannot keep a hyper-parameter of type {type(value).__name__}")
-
-
-def from_plain(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Hyper-parameters that came from JSON, with tuples where optimizers have them."""
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}

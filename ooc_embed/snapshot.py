@@ -30,7 +30,7 @@ def snapshot(store: Store, path: Path) -> None:
     if path.is_relative_to(store.path.resolve()):
         raise ValueError(f"{path} is inside of {store.path}: choose a path beside it")
     claim.check_free(path, overwrite=False)
-    with claim.claimed(path) as lock:
+    with claim.claimed(path, overwrite=False) as lock:
         for file, may_link in progress(list(_files(store)), "making a snapshot", "file"):
             target = path / file.relative_to(store.path)
             durable.make_directory(target.parent)

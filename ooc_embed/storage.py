@@ -94,6 +94,7 @@ class Storage:
 
     def recover(self) -> None:
         """Remove what a killed writer left; `begin_merge` goes on with its merge."""
+        self.store.sync()
         self._logs.drop_tails()
         self.store.drop_leftovers()
 
@@ -181,6 +182,7 @@ class Storage:
             CorruptStoreError: a merge found a damaged chunk file.
         """
         begin = time.perf_counter()
+        self.store.sync()
         dirty = int(self._cache.dirty.count_nonzero())
         self._ensure_room(dirty + ALIGNMENT * self._cache.dirty_parts)
         self._append_dirty()
@@ -362,6 +364,7 @@ class Storage:
             OSError: the disk is full, or failed; nothing has changed.
         """
         target = self.manifest.history.find(number)
+        self.store.sync()
         self.stop_merge()
         if target != self.manifest.commit:
             history = self.manifest.history.back_to(target.number)

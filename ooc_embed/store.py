@@ -42,6 +42,8 @@ class Store:
     ) -> None:
         self.path = path
         self._lock = lock
+        # Whether the name of the manifest is known to be durable.
+        self._synced = False
         self._found, self._written = self._read()
         self.manifest = self._found
         if commit is not None:
@@ -80,7 +82,7 @@ class Store:
         layout = Layout.plan(manifest, chunk_rows)
         _warn_if_short_of_space(path, layout)
         warn_of_network(path)
-        with claim.claimed(path) as lock:
+        with claim.claimed(path, overwrite=overwrite) as lock:
             make_arrays(path, manifest, layout)
             checksums = {}
             for index, chunk in enumerate(rows(layout) if rows else ()):
@@ -175,7 +177,17 @@ class Store:
         # From here on this is the state, though a power cut could still undo it.
         self._written, self._found, self.manifest = data, manifest, manifest
         self.layout = replace(self.layout, num_embeddings=manifest.num_embeddings)
-        durable.sync_directory(self.path)
+        self._synced = False
+        self.sync()
+
+    def sync(self) -> None:
+        """Make the newest manifest durable, where an earlier call failed to, or a kill came first.
+
+        Before that nothing may be deleted that the one before it names.
+        """
+        if not self._synced:
+            durable.sync_directory(self.path)
+            self._synced = True
 
     def name_copy(self, path: Path) -> None:
         """Write the manifest into a copy of the files: that makes it a store."""

@@ -129,6 +129,14 @@ class Table(OpenTable):
             self.rows_written += prepared.fresh
         self.step_count += 1
 
+    def admit(self, field: str, values: torch.Tensor) -> torch.Tensor:
+        """What becomes of values, ``(n, columns of the field)``, that are to be assigned.
+
+        Raises:
+            ValueError: they cannot be rows under the table's rule.
+        """
+        return self.rule.admit(values) if field == "weight" else values
+
     def assign(self, field: str, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Set a field of sorted unique rows; counts as one write of each.
 

@@ -80,7 +80,7 @@ class RowView:
             raise ValueError(
                 f"cannot write values of shape {tuple(values.shape)} to {tuple(shape)}"
             ) from None
-        values = values[None] if single else values
+        values = self._table.admit(self._field, values[None] if single else values)
         for part, places in _last_of_each(rows):
             self._table.assign(self._field, part, values[places])
 

@@ -311,7 +311,6 @@ def test_given_initial_weights_are_what_any_reader_sees(make_table, kind):
         np.ones((10, 1)),
         "normale",
         0.5,
-        None,
         torch.nn.init.normal_,
     ],
     ids=lambda init: str(tuple(init.shape)) if hasattr(init, "shape") else str(init)[:12],

@@ -20,7 +20,7 @@ import torch
 import workload
 from going_back import create, go_on, open_again
 
-from ooc_embed import DiskEmbedding, StoreError, report
+from ooc_embed import DiskEmbedding, StoreError, durable, report
 from ooc_embed.merging import Worker
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -260,3 +260,59 @@ def test_an_open_at_an_earlier_commit_that_is_interrupted_leaves_no_merge_withou
         emb.flush()
         workload.assert_zarr_is(path, states[12])
     assert report.verify(path) == []
+
+
+@pytest.mark.parametrize("times", [1, 9])
+def test_what_a_manifest_names_that_a_power_cut_may_bring_back_is_not_deleted(
+    path: Path, weight: torch.Tensor, times: int
+) -> None:
+    """The folder's sync fails behind the rename of a rollback, once or for good."""
+    emb = create(path, keep=9)
+    go_on(emb, SEED, 6)
+    newest, before = max(emb.commits()), (path / "zarr.json").read_bytes()
+    real, failures = durable.sync_directory, iter(range(times))
+
+    def fail(folder: Path) -> None:
+        if folder == path and next(failures, None) is not None:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(folder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(durable, "sync_directory", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            emb.rollback(newest - 3)
+        if times > 1:
+            assert emb.closed
+            (path / "zarr.json").write_bytes(before)  # as the power cut leaves it
+    emb.close()
+    with open_again(path) as again:
+        number = newest if times > 1 else newest - 3
+        assert max(again.commits()) == number
+        again.rollback(number)
+    assert report.verify(path) == []
+
+
+def test_a_commit_that_was_not_made_durable_is_so_by_the_next_call(
+    path: Path, weight: torch.Tensor
+) -> None:
+    emb = create(path)
+    go_on(emb, SEED, 1)
+    synced: list[Path] = []
+    real = durable.sync_directory
+
+    def fail(folder: Path) -> None:
+        if folder == path and not synced:
+            synced.append(folder)
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        synced.append(folder)
+        real(folder)
+
+    go_on(emb, SEED, 2, commits=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(durable, "sync_directory", fail)
+        with pytest.raises(OSError, match="Input/output"):
+            emb.commit()
+        before = len(synced)
+        emb.commit()
+    assert path in synced[before:]
+    emb.close()

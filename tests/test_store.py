@@ -373,37 +373,6 @@ def test_steps_of_a_table_larger_than_its_cache_write_no_more_than_the_rows_they
     assert max(written) <= cache_bytes / 8
 
 
-def _seconds(call: Callable[[], object], times: int = 5) -> float:
-    """The fastest of some runs, which other work of the machine disturbs least."""
-    found = []
-    for _ in range(times):
-        began = time.perf_counter()
-        call()
-        found.append(time.perf_counter() - began)
-    return min(found)
-
-
-def test_random_rows_are_read_and_stepped_ten_times_as_fast_as_through_zarr(tmp_path: Path) -> None:
-    """1,000 of 65,536 rows in 64 chunks, as zarr's own array of the weights has them; measured:
-    20 ms and 87 ms by zarr against 1 ms for either here."""
-    weight = torch.zeros(65_536, 64)
-    plain = zarr.create_array(
-        tmp_path / "plain.zarr", data=weight.numpy(), chunks=(1024, 64), compressors=None
-    )
-    ids = torch.randperm(65_536, generator=torch.Generator().manual_seed(0))[:1000]
-    index = ids.numpy()
-
-    def update_through_zarr() -> None:
-        plain.oindex[index] = plain.oindex[index] + 1
-
-    with make(tmp_path / "t.zarr", rows=65_536, dim=64, init=weight) as emb, torch.no_grad():
-        emb.flush()
-        assert np.array_equal(emb(ids).numpy(), plain.oindex[index])
-        assert _seconds(lambda: emb(ids)) * 10 < _seconds(lambda: plain.oindex[index])
-        with torch.enable_grad():
-            assert _seconds(lambda: emb(ids).sum().backward()) * 10 < _seconds(update_through_zarr)
-
-
 # The manifest and foreign hands
 
 
