@@ -40,8 +40,8 @@ class Chunks:
         self._merged: dict[int, int] = {}
         manifest, layout = store.manifest, store.layout
         # Files whose content is known. Of an unfinished merge they have either content.
-        sealed = len(manifest.commit.logs) == 2
-        self._known_crc32 = {} if sealed else dict(manifest.checksums)
+        unsure = manifest.commit.sealed is not None
+        self._known_crc32 = {} if unsure else dict(manifest.checksums)
         store.check_chunk_sizes()
         self.mapped = MappedRows(layout.num_chunks, layout.chunk_rows, layout.width, layout.dtype)
         for index in manifest.checksums:

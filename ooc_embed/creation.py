@@ -23,7 +23,7 @@ from .log import LogState
 from .manifest import VERSION_FIELD, Layout, Manifest, record_fields
 from .opened import field_spans
 from .optimizer import first_group
-from .rule import Rule
+from .rule import Rule, check_is_rule
 from .store import Store
 from .table import Table
 
@@ -67,10 +67,7 @@ def create_table(
     check_cache(cache_bytes)
     check_count("keep_commits", keep_commits)
     rule = rules.SparseAdam() if rule is None else rule
-    if not isinstance(rule, Rule):
-        raise TypeError(
-            f"optimizer must be a rule such as ooc_embed.SparseAdam(lr=1e-3), got {rule!r}"
-        )
+    check_is_rule(rule)
     group = first_group(rule, group_options)
     num_embeddings, embedding_dim = map(int, shape)  # JSON knows none of numpy's
     fields = record_fields(embedding_dim, rule)

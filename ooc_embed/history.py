@@ -38,6 +38,11 @@ class Commit:
     created: float
     library: str
 
+    @property
+    def sealed(self) -> LogState | None:
+        """The log that is closed and waits for its merge, if there is one."""
+        return self.logs[0] if len(self.logs) == 2 else None
+
     def to_json(self) -> dict[str, Any]:
         return {
             "commit": self.number,
@@ -101,9 +106,9 @@ class History:
     @property
     def behind(self) -> tuple[Commit, ...]:
         """Commits that do not contain the sealed log whole, if there is one."""
-        if len(self.newest.logs) == 1:
+        sealed = self.newest.sealed
+        if sealed is None:
             return ()
-        sealed = self.newest.logs[0]
         return tuple(commit for commit in self.commits if commit.logs[0] != sealed)
 
     def find(self, number: int) -> Commit:
@@ -267,5 +272,5 @@ def _check_logs(commit: Commit, newest: tuple[LogState, ...]) -> None:
     for own, whole in zip(commit.logs, newest, strict=False):
         if own.generation != whole.generation or own.records > whole.records:
             raise ValueError(f"commit {commit.number} is in other logs than the newest")
-    if len(commit.logs) == 2 and commit.logs[0] != newest[0]:
+    if commit.sealed not in (None, newest[0]):
         raise ValueError(f"commit {commit.number} lacks a part of the log before its last")

@@ -65,14 +65,16 @@ class DiskLayer(TableModule):
         creation.check_cache(cache_bytes)
         self = cls.__new__(cls)
         table = Table.open(Path(path).absolute(), mode, cache_bytes, commit)
+        if optimizer is None:
+            self._adopt(table)
+            return self
         try:
-            check_same(table.rule, table.rule if optimizer is None else optimizer)
+            check_same(table.rule, optimizer)
         except BaseException:
             table.close()
             raise
         self._adopt(table)
-        if optimizer is not None:
-            self.optimizer.param_groups[0].update(hyperparameters(optimizer))
+        self.optimizer.param_groups[0].update(hyperparameters(optimizer))
         return self
 
     def _adopt(self, table: Table) -> None:

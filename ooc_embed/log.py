@@ -67,6 +67,21 @@ class LogState:
 FillRecords = Callable[[int, int, torch.Tensor], None]
 
 
+def files_of(folder: Path, shape: LogShape, records: int) -> Iterator[tuple[Path, bool]]:
+    """Yield each file of a log's first ``records`` positions, and whether they fill it."""
+    for path, size in ((_rows_path, shape.rows_per_file), (_records_path, shape.records_per_file)):
+        for index in range(-(-records // size)):
+            yield path(folder, index), (index + 1) * size <= records
+
+
+def _rows_path(folder: Path, index: int) -> Path:
+    return folder / "rows" / f"c.{index}"
+
+
+def _records_path(folder: Path, index: int) -> Path:
+    return folder / "records" / f"c.{index}.0"
+
+
 class RecordLog:
     """One log: an array of row ids and an array of their records, in the order of appending.
 
@@ -107,10 +122,10 @@ class RecordLog:
         return self.state.records
 
     def rows_path(self, index: int) -> Path:
-        return self.folder / "rows" / f"c.{index}"
+        return _rows_path(self.folder, index)
 
     def records_path(self, index: int) -> Path:
-        return self.folder / "records" / f"c.{index}.0"
+        return _records_path(self.folder, index)
 
     def end_after(self, count: int) -> int:
         """Where the log would end after a run of ``count`` records."""

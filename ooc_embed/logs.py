@@ -29,7 +29,7 @@ class Logs:
     def __init__(self, store: Store) -> None:
         self._store = store
         states = store.manifest.commit.logs
-        self.sealed = len(states) == 2
+        self.sealed = store.manifest.commit.sealed is not None
         self.active = self._open(states[-1])
         self.other = self._open(states[0] if self.sealed else _after(states[0]))
         for log in self.named:

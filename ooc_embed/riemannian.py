@@ -15,7 +15,7 @@ import torch
 
 from . import poincare
 from .initializers import Initializer, Normal, Uniform
-from .rule import Rule
+from .rule import Rule, check_adam
 
 # Of given rows, how far outside of the ball rounding may have brought them, relative to its radius.
 _ROUNDING = 0.01
@@ -120,11 +120,7 @@ class RiemannianAdam(PoincareRule):
 
     def check(self, values: Mapping[str, Any]) -> None:
         super().check(values)
-        if not 0.0 < values["eps"]:
-            raise ValueError(f"eps must be greater than 0, got {values['eps']}")
-        beta1, beta2 = values["betas"]
-        if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {values['betas']}")
+        check_adam(values)
 
     def fields(self, dim: int) -> dict[str, int]:
         return {"exp_avg": dim, "exp_avg_sq": 1}

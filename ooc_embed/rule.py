@@ -97,17 +97,22 @@ def hyperparameters(rule: Rule) -> dict[str, Any]:
     return {field.name: getattr(rule, field.name) for field in fields(rule)}
 
 
-def check_same(kept: Rule, given: object) -> None:
+def check_is_rule(given: object) -> None:
+    """Raise a TypeError where something else is given as a rule."""
+    if not isinstance(given, Rule):
+        raise TypeError(
+            f"optimizer must be a rule such as ooc_embed.SparseAdam(lr=1e-3), got {given!r}"
+        )
+
+
+def check_same(kept: Rule, given: Rule) -> None:
     """See that a table of one rule can go on with another: the same with other hyper-parameters.
 
     Raises:
         TypeError: it is no rule.
         ValueError: it is another one, or differs in what is fixed.
     """
-    if not isinstance(given, Rule):
-        raise TypeError(
-            f"optimizer must be a rule such as ooc_embed.SparseAdam(lr=1e-3), got {given!r}"
-        )
+    check_is_rule(given)
     if type(kept) is not type(given) or any(
         getattr(kept, name) != getattr(given, name) for name in kept.fixed
     ):
@@ -169,6 +174,15 @@ def plain(value: Any) -> Any:
 def from_plain(value: Mapping[str, Any]) -> dict[str, Any]:
     """Hyper-parameters that came from JSON, with tuples where optimizers have them."""
     return {k: tuple(v) if isinstance(v, list) else v for k, v in value.items()}
+
+
+def check_adam(values: Mapping[str, Any]) -> None:
+    """Raise a ValueError where ``eps`` or ``betas`` are outside of their ranges."""
+    if not 0.0 < values["eps"]:
+        raise ValueError(f"eps must be greater than 0, got {values['eps']}")
+    beta1, beta2 = values["betas"]
+    if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
+        raise ValueError(f"betas must be two numbers in [0, 1), got {values['betas']}")
 
 
 def check_not_negative(values: Mapping[str, Any], name: str) -> None:

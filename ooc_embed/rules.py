@@ -11,7 +11,15 @@ import torch
 from torch.optim.adam import adam
 
 from .riemannian import RiemannianAdam, RiemannianSGD
-from .rule import Rule, ascending, check_not_negative, from_plain, hyperparameters, plain
+from .rule import (
+    Rule,
+    ascending,
+    check_adam,
+    check_not_negative,
+    from_plain,
+    hyperparameters,
+    plain,
+)
 
 
 @dataclass(frozen=True)
@@ -47,11 +55,7 @@ class SparseAdam(Rule):
     bias_correction: str = "table"
 
     def check(self, values: Mapping[str, Any]) -> None:
-        if not 0.0 < values["eps"]:
-            raise ValueError(f"eps must be greater than 0, got {values['eps']}")
-        beta1, beta2 = values["betas"]
-        if not (0.0 <= beta1 < 1.0 and 0.0 <= beta2 < 1.0):
-            raise ValueError(f"betas must be two numbers in [0, 1), got {values['betas']}")
+        check_adam(values)
         check_not_negative(values, "row_weight_decay")
         if values["bias_correction"] not in ("table", "row"):
             raise ValueError(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from . import claim, durable
 from .arrays import METADATA
+from .log import files_of
 from .progress import progress
 from .store import Store
 
@@ -48,13 +49,5 @@ def _files(store: Store) -> Iterator[tuple[Path, bool]]:
         yield path / name, False
     for index in store.manifest.checksums:
         yield store.chunk_path(index), True
-    shape = store.layout.log
     for log in store.manifest.commit.logs:
-        folder = store.log_folder(log.generation)
-        for name, size, ending in (
-            ("rows", shape.rows_per_file, ""),
-            ("records", shape.records_per_file, ".0"),
-        ):
-            for index in range(-(-log.records // size)):
-                full = (index + 1) * size <= log.records
-                yield folder / name / f"c.{index}{ending}", full
+        yield from files_of(store.log_folder(log.generation), store.layout.log, log.records)

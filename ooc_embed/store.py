@@ -221,7 +221,7 @@ class Store:
         """Unlink temporary files of a killed writer, and chunk files it never came to name."""
         folder = self.path / "table"
         durable.remove_temporaries(folder)
-        if len(self.manifest.commit.logs) == 1:
+        if self.manifest.commit.sealed is None:
             for index in set(chunk_files(self.path)) - set(self.manifest.checksums):
                 durable.remove(self.chunk_path(index))
 

@@ -5,7 +5,9 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import crash_child
 import pytest
+import store_files
 import torch
 import zarr
 from ram_reference import RamTable
@@ -83,6 +85,20 @@ def each_kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     else:
         monkeypatch.setattr(blocks, "_fused_step", lambda rule: None)
     return str(request.param)
+
+
+@pytest.fixture
+def quick(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: for tests that fail calls, not disks."""
+    with store_files.quick_folder(tmp_path) as folder:
+        yield folder
+
+
+@pytest.fixture(scope="session")
+def weight(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
+    """The initial rows of the tables of tests/workload.py."""
+    with crash_child.create(str(tmp_path_factory.mktemp("seeded") / "t.zarr"), 1 << 20) as emb:
+        return emb.weight[:]
 
 
 @pytest.fixture

@@ -29,12 +29,6 @@ WORD = "_extra_state"
 
 
 @pytest.fixture(scope="module")
-def weight(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    with create(tmp_path_factory.mktemp("seeded") / "t.zarr") as emb:
-        return emb.weight[:]
-
-
-@pytest.fixture(scope="module")
 def states(weight: torch.Tensor) -> list[workload.State]:
     return workload.history(SEED, ROUNDS, weight)
 

@@ -279,12 +279,6 @@ def test_a_store_is_read_on_a_full_disk(small_disk: Path) -> None:
 # A disk that fails at any one call
 
 
-@pytest.fixture
-def quick(tmp_path: Path) -> Iterator[Path]:
-    with store_files.quick_folder(tmp_path) as folder:
-        yield folder
-
-
 @pytest.fixture(scope="module")
 def script_states(tmp_path_factory: pytest.TempPathFactory) -> list[workload.State]:
     return scripted.states(tmp_path_factory.mktemp("seeded") / "t.zarr")

@@ -7,7 +7,6 @@ import os
 import random
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,6 @@ def seeded(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
     path = tmp_path_factory.mktemp("seeded") / "t.zarr"
     with crash_child.create(str(path), 1 << 20) as emb:
         return emb.weight[:]
-
-
-@pytest.fixture
-def quick(tmp_path: Path) -> Iterator[Path]:
-    with store_files.quick_folder(tmp_path) as folder:
-        yield folder
 
 
 def assert_last_commit(

@@ -40,12 +40,6 @@ def long_rows(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
         return emb.weight[:]
 
 
-@pytest.fixture
-def quick(tmp_path: Path) -> Iterator[Path]:
-    with store_files.quick_folder(tmp_path) as folder:
-        yield folder
-
-
 def grow(run: Run, long_rows: torch.Tensor, rows: int = MORE) -> None:
     """Resize, and give the oracle the same new rows, which have no moments."""
     run.emb.resize(rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,20 +24,8 @@ ROUNDS = 40
 
 
 @pytest.fixture(scope="module")
-def weight(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    with create(tmp_path_factory.mktemp("seeded") / "t.zarr") as emb:
-        return emb.weight[:]
-
-
-@pytest.fixture(scope="module")
 def states(weight: torch.Tensor) -> list[workload.State]:
     return workload.history(SEED, ROUNDS, weight)
-
-
-@pytest.fixture
-def quick(tmp_path: Path) -> Iterator[Path]:
-    with store_files.quick_folder(tmp_path) as folder:
-        yield folder
 
 
 @pytest.fixture

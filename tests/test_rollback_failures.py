@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +30,8 @@ ROUNDS = 60
 
 
 @pytest.fixture(scope="module")
-def weight(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    with create(tmp_path_factory.mktemp("seeded") / "t.zarr") as emb:
-        return emb.weight[:]
-
-
-@pytest.fixture(scope="module")
 def states(weight: torch.Tensor) -> list[workload.State]:
     return workload.history(SEED, ROUNDS, weight)
-
-
-@pytest.fixture
-def quick(tmp_path: Path) -> Iterator[Path]:
-    with store_files.quick_folder(tmp_path) as folder:
-        yield folder
 
 
 @pytest.fixture

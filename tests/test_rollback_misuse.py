@@ -24,12 +24,6 @@ SEED = 97
 
 
 @pytest.fixture(scope="module")
-def weight(tmp_path_factory: pytest.TempPathFactory) -> torch.Tensor:
-    with create(tmp_path_factory.mktemp("seeded") / "t.zarr") as emb:
-        return emb.weight[:]
-
-
-@pytest.fixture(scope="module")
 def states(weight: torch.Tensor) -> list[workload.State]:
     return workload.history(SEED, 12, weight)
 

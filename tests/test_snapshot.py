@@ -45,12 +45,6 @@ NO_LINKS = (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.ENOS
 CALLS = (*system_calls.WRITES, *system_calls.SYNCS, *system_calls.NAMES, "open", "sendfile")
 
 
-@pytest.fixture
-def quick(tmp_path: Path) -> Iterator[Path]:
-    with store_files.quick_folder(tmp_path) as folder:
-        yield folder
-
-
 @contextlib.contextmanager
 def linking_fails(code: int) -> Iterator[None]:
     def refuse(*_: Any, **__: Any) -> None:
