@@ -55,10 +55,10 @@ class RowCache:
     def __init__(
         self, num_rows: int, slots: int, width: int, dtype: torch.dtype, positions: int
     ) -> None:
-        index = torch.int32 if max(positions, slots) < _INT32_POSITIONS else torch.int64
         self.slots = slots
         self.records = huge_zeros((slots, width), dtype)
-        self.where = huge_zeros((num_rows,), index)
+        self.where = self.map_of(num_rows, max(positions, slots))
+        index = self.where.dtype
         self.row = torch.zeros(slots, dtype=torch.int64, device="cpu")
         self.home = torch.zeros(slots, dtype=index, device="cpu")
         self.dirty = torch.zeros(slots, dtype=torch.bool, device="cpu")
@@ -70,6 +70,21 @@ class RowCache:
         # Choices of victims must not disturb the user's random numbers.
         self._generator = torch.Generator(device="cpu")
         self._generator.manual_seed(0)
+
+    @staticmethod
+    def map_of(num_rows: int, places: int) -> torch.Tensor:
+        """A map of rows to so many places: zeros, all are in the table.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        index = torch.int32 if places < _INT32_POSITIONS else torch.int64
+        return huge_zeros((num_rows,), index)
+
+    def close(self) -> None:
+        """Let go of the memory, though somebody may still have the cache: it has no rows then."""
+        del self.records
+        self.where = self.where.new_empty(0)
 
     @property
     def num_free(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ import torch
 from .errors import StoreError
 from .optimizer import TableOptimizer
 from .table import Table
+from .warning import warn
 
 
 def describe(table: Table) -> torch.Tensor:
@@ -20,8 +20,13 @@ def describe(table: Table) -> torch.Tensor:
         ``(n,) uint8``, the bytes of a JSON text: what keeps tensors alone, as safetensors and with
         it ``save_pretrained`` of transformers, keeps that too.
     """
-    commit = table.manifest.commit
-    words = {"table_id": table.manifest.table_id, "commit": commit.number, "step": commit.step}
+    history = table.manifest.history
+    words = {
+        "table_id": table.manifest.table_id,
+        "commit": history.newest.number,
+        "branch": history.branch_of(history.newest.number),
+        "step": history.newest.step,
+    }
     return torch.tensor(list(json.dumps(words).encode()), dtype=torch.uint8, device="cpu")
 
 
@@ -31,17 +36,22 @@ def check(table: Table, state: Any) -> None:
     Raises:
         StoreError: it is another table, or another step of it.
     """
-    number, step = _read(table, state)
+    number, branch, step = _read(table, state)
     history, path = table.manifest.history, table.store.path
-    undone = history.was_undone(number)
-    if step == table.step_count and not undone:
+    past = branch == history.branch_of(number) and number <= history.newest.number
+    if past and step == table.step_count:
         return
-    if number in history:
-        remedy = f"emb.rollback({number}) returns to it"
-    elif undone:
-        remedy = "A rollback took that commit back: load a checkpoint of another one"
-    else:
+    if not past:
+        remedy = (
+            "That commit is none of its past: a rollback took it back, or a copy of the store made "
+            "it. Load a checkpoint of another one"
+        )
+    elif number not in history:
         remedy = "The store does not keep that commit any more: load a checkpoint of its own step"
+    elif table.read_only:
+        remedy = f"DiskEmbedding.open(path, 'r', commit={number}) reads it"
+    else:
+        remedy = f"emb.rollback({number}) returns to it"
     raise StoreError(
         f"the checkpoint was saved at commit {number}, step {step} of the table; {path} is at "
         f"commit {history.newest.number}, step {table.step_count}. {remedy}. To go on with the "
@@ -55,19 +65,26 @@ def find_commit(table: Table, state: Any) -> int:
     Raises:
         StoreError: it was another table, or that commit is not kept.
     """
-    number, _ = _read(table, state)
-    return table.manifest.history.find(number).number
+    number, branch, _ = _read(table, state)
+    history, path = table.manifest.history, table.store.path
+    if number in history and branch != history.branch_of(number):
+        raise StoreError(
+            f"commit {number} of {path} is another one than that of the checkpoint, which a "
+            f"rollback took back, or a copy of the store made"
+        )
+    return history.find(number, path).number
 
 
-def _read(table: Table, state: Any) -> tuple[int, int]:
-    """The commit and the step that `describe` found.
+def _read(table: Table, state: Any) -> tuple[int, str | None, int]:
+    """The commit, its branch and the step that `describe` found.
 
     Raises:
         StoreError: it was another table, or no table.
     """
     try:
         words = json.loads(bytes(state.tolist()))
-        table_id, number, step = words["table_id"], int(words["commit"]), int(words["step"])
+        table_id, branch = words["table_id"], words.get("branch")
+        number, step = int(words["commit"]), int(words["step"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StoreError(f"the checkpoint holds no word of a table, but {state!r}") from error
     if table_id != table.manifest.table_id:
@@ -75,7 +92,7 @@ def _read(table: Table, state: Any) -> tuple[int, int]:
             f"the checkpoint belongs to table {table_id}, {table.store.path} is table "
             f"{table.manifest.table_id}"
         )
-    return number, step
+    return number, branch, step
 
 
 def close_dropped(table: Table, optimizer: TableOptimizer) -> None:
@@ -83,10 +100,10 @@ def close_dropped(table: Table, optimizer: TableOptimizer) -> None:
     try:
         param_groups = optimizer.kept_param_groups()
     except ValueError as error:
-        warnings.warn(f"{table.store.path}: {error}; the last ones stay", stacklevel=2)
+        warn(f"{table.store.path}: {error}; the last ones stay")
         param_groups = table.manifest.commit.param_groups
     try:
         table.close(param_groups)
-    except (OSError, StoreError):
+    except BaseException:  # Ctrl-C, too
         table.close()  # nobody can try again, but the store can be opened again
         raise

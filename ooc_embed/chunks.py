@@ -39,9 +39,9 @@ class Chunks:
         # Those that have the sealed log's records, and are mapped so.
         self._merged: dict[int, int] = {}
         manifest, layout = store.manifest, store.layout
-        # Files whose content is known. Of an unfinished merge they have either content.
-        unsure = manifest.commit.sealed is not None
-        self._known_crc32 = {} if unsure else dict(manifest.checksums)
+        self._known_crc32 = dict(manifest.checksums)
+        # Those with rows of the sealed log may have either content, of a merge that was stopped.
+        self._unsure = set(manifest.checksums if manifest.commit.sealed is not None else ())
         store.check_chunk_sizes()
         self.mapped = MappedRows(layout.num_chunks, layout.chunk_rows, layout.width, layout.dtype)
         for index in manifest.checksums:
@@ -52,11 +52,16 @@ class Chunks:
         """Of all files, those that a merge has replaced among them."""
         return self._store.manifest.checksums | self._merged
 
+    @property
+    def merge_failed(self) -> bool:
+        """Whether there is a merge that has failed."""
+        return self.merge is not None and self.merge.failure is not None
+
     def begin_merge(self, log: RecordLog) -> None:
         """Have a sealed log merged in the background; one that goes on already does so."""
         with uninterrupted():
             if self.merge is None:
-                self.merge = Merge(self._store, log, self._known_crc32, self._merged)
+                self.merge = Merge(self._store, log, self._known_crc32, self._unsure, self._merged)
 
     def settle(self) -> None:
         """Use the files that a merge has finished; it costs nothing where there are none."""
@@ -90,6 +95,7 @@ class Chunks:
     def follow(self) -> None:
         """The manifest names these files, and no sealed log."""
         self._known_crc32 = dict(self._store.manifest.checksums)
+        self._unsure = set()
         self._merged = {}
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from . import durable
+from .lock import DirectoryLock
 from .manifest import ATTRIBUTE
 
 _FOLDERS = ("table", "column", "log")
@@ -23,28 +24,31 @@ _OURS = re.compile(
 )
 
 
-def check_free(path: Path, *, overwrite: bool) -> None:
+OPEN_OR_OVERWRITE = (
+    "DiskEmbedding.open(path) goes on with it, overwrite=True of the constructor replaces it"
+)
+
+
+def check_free(path: Path, *, overwrite: bool, remedy: str = OPEN_OR_OVERWRITE) -> None:
     """Refuse a path where something is, but for an unfinished creation.
 
     Args:
         path: where a store is to be.
         overwrite: a store may be there, too.
+        remedy: what to do where it may not.
 
     Raises:
         FileExistsError: something is there.
     """
     existing = _what_is_there(path)
     if existing == "store" and not overwrite:
-        raise FileExistsError(
-            f"{path} is a store already: DiskEmbedding.open(path) goes on with it, "
-            f"overwrite=True replaces it"
-        )
+        raise FileExistsError(f"{path} is a store already: {remedy}")
     if existing == "foreign":
         raise FileExistsError(f"{path} exists and is no ooc_embed store: choose another path")
 
 
 @contextmanager
-def claimed(path: Path, *, overwrite: bool) -> Iterator[durable.DirectoryLock]:
+def claimed(path: Path, *, overwrite: bool) -> Iterator[DirectoryLock]:
     """Make it an empty folder, with the writer's lock, for a store to be made in.
 
     Where the body fails nothing is left.
@@ -56,7 +60,7 @@ def claimed(path: Path, *, overwrite: bool) -> Iterator[durable.DirectoryLock]:
     new = not path.exists()
     try:
         durable.make_directory(path)
-        lock = durable.DirectoryLock(path, holder_file(path))
+        lock = DirectoryLock(path, holder_file(path))
     except OSError:
         if new:
             durable.remove_empty(path)

@@ -5,7 +5,6 @@ All checks come before the first write.
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -16,9 +15,8 @@ import numpy as np
 import torch
 
 from . import bulk, initializers, rules
-from ._version import __version__
 from .arguments import LayerArguments
-from .history import Commit, History
+from .history import Commit, Facts, History
 from .log import LogState
 from .manifest import VERSION_FIELD, Layout, Manifest, record_fields
 from .opened import field_spans
@@ -138,17 +136,13 @@ def _beginning(
     param_groups: list[dict[str, Any]], step: int, num_embeddings: int, keep: int, *, written: bool
 ) -> History:
     """The one commit that a table begins with."""
-    commit = Commit(
-        number=0,
+    facts = Facts(
         step=step,
         rows_written=num_embeddings if written else 0,
         param_groups=param_groups,
         num_embeddings=num_embeddings,
-        logs=(LogState(0),),
-        created=time.time(),
-        library=__version__,
     )
-    return History((commit,), keep)
+    return History((Commit.now(0, facts, (LogState(0),)),), keep)
 
 
 def _check_sizes(num_embeddings: int, embedding_dim: int, chunk_rows: int | None) -> None:
@@ -162,7 +156,7 @@ def _check_sizes(num_embeddings: int, embedding_dim: int, chunk_rows: int | None
 
 
 def check_count(name: str, value: int) -> None:
-    _check_integer(name, value)
+    check_integer(name, value)
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
@@ -176,7 +170,7 @@ def check_cache(cache_bytes: int | str) -> None:
         raise ValueError(f"cache_bytes must be at least 1, got {cache_bytes}")
 
 
-def _check_integer(name: str, value: object) -> None:
+def check_integer(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name} must be an integer, got {value!r}")
 
@@ -184,7 +178,7 @@ def _check_integer(name: str, value: object) -> None:
 def _padding(padding_idx: int | None, num_embeddings: int) -> int | None:
     if padding_idx is None:
         return None
-    _check_integer("padding_idx", padding_idx)
+    check_integer("padding_idx", padding_idx)
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise ValueError(
             f"padding_idx must be within num_embeddings: got {padding_idx} for {num_embeddings}"
@@ -204,7 +198,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _seed(seed: int) -> int:
-    _check_integer("seed", seed)
+    check_integer("seed", seed)
     if not -(2**63) <= seed < 2**63:
         raise ValueError(f"seed must fit into 64 bits, got {seed}")
     return int(seed)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import warnings
 from contextlib import suppress
 from pathlib import Path
 
-# As Linux names them. Files change there behind a map, and a lock may not reach other machines.
+from .warning import warn
+
+# As Linux names them; a virtual machine's host is one, too. Files change there behind a map, and a
+# lock may not reach other machines.
 _NETWORK_FILE_SYSTEMS = frozenset(
     [
+        "9p",
         "afs",
         "beegfs",
         "ceph",
@@ -23,6 +26,7 @@ _NETWORK_FILE_SYSTEMS = frozenset(
         "nfs4",
         "smb3",
         "smbfs",
+        "virtiofs",
     ]
 )
 
@@ -38,6 +42,11 @@ def _existing(path: Path) -> Path:
     return path
 
 
+def on_same_disk(path: Path, other: Path) -> bool:
+    """Whether two folders are, or will be, on one file system."""
+    return _existing(path).stat().st_dev == _existing(other).stat().st_dev
+
+
 def file_system(path: Path) -> str:
     """The kind of file system that an existing ``path`` is on, as Linux names it; "" if unknown."""
     device = path.stat().st_dev
@@ -51,10 +60,10 @@ def file_system(path: Path) -> str:
 
 
 def warn_of_network(path: Path) -> None:
+    """Warn where a folder, or the parent that it is to be made in, is on a network's disk."""
     kind = file_system(_existing(path))
     if kind in _NETWORK_FILE_SYSTEMS:
-        warnings.warn(
+        warn(
             f"{path} is on {kind}, a network file system: its lock may not keep writers on other "
-            f"machines out, and mapped files may be stale there. Keep tables on a local disk",
-            stacklevel=5,
+            f"machines out, and mapped files may be stale there. Keep tables on a local disk"
         )

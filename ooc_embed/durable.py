@@ -1,4 +1,4 @@
-"""Every write, sync, rename, unlink and lock of a store. Knows files and bytes, not rows or torch.
+"""Every write, sync, rename, link and unlink of a store. Knows files and bytes, not rows or torch.
 
 A name is durable only after its folder was synced, and a file only through a descriptor that was
 open when it was written: a writeback error is reported to those. Disk-full errors name the bytes
@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import shutil
-import socket
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +18,6 @@ from pathlib import Path
 import numpy as np
 
 from .disk_facts import free_bytes
-from .errors import LockedError
 
 PAGE = 4096
 TEMPORARY = ".tmp"
@@ -124,6 +120,12 @@ def link(source: Path, target: Path) -> bool:
             return False
         raise
     return True
+
+
+def note(path: Path, text: str) -> None:
+    """Write a small file that nothing depends on: a full disk is no error, and it is not synced."""
+    with suppress(OSError):
+        path.write_text(text)
 
 
 def make_directory(path: Path) -> None:
@@ -314,81 +316,3 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
-
-
-class DirectoryLock:
-    """The exclusive lock of a store's writer: an flock on the directory's own descriptor.
-
-    The kernel drops it when the process dies, so it is never stale. ``holder`` (a small JSON file
-    inside an array's folder) only serves the error message. A forked child closes its copy of the
-    descriptor, or a DataLoader worker would keep the lock of a killed trainer.
-
-    Raises:
-        LockedError: another writer has it.
-    """
-
-    def __init__(self, path: Path, holder: Path) -> None:
-        self._holder = holder
-        self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._fd)
-            raise LockedError(f"{path} is open for writing by {_holder_text(holder)}") from None
-        _locks.add(self)
-
-    def name_holder(self) -> None:
-        """Write who holds the lock."""
-        facts = {"pid": os.getpid(), "host": socket.gethostname()}
-        # It only serves an error message: a full disk must not keep anyone from opening.
-        with suppress(OSError):
-            self._holder.write_text(json.dumps(facts))
-
-    def release(self) -> None:
-        if self._fd >= 0:
-            remove(self._holder)
-            self.close()
-
-    def close(self) -> None:
-        """Close the descriptor only: what a forked child does."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-
-
-def lock_holder(path: Path, holder: Path) -> str | None:
-    """Who has the store at ``path`` open for writing, in words; None when nobody has."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        # A shared attempt, dropped at once: it fails only while a writer is there.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return _holder_text(holder)
-    finally:
-        os.close(fd)
-    return None
-
-
-def _holder_text(holder: Path) -> str:
-    try:
-        facts = json.loads(holder.read_text())
-        pid, host = int(facts["pid"]), str(facts["host"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
-    if pid == os.getpid() and host == socket.gethostname():
-        return (
-            f"this same process (pid {pid}): a notebook cell run twice? "
-            f"Use the object that is there, or close() it first"
-        )
-    return f"process {pid} on {host}. Wait for it, stop it, or open a reader with mode='r'"
-
-
-_locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
-
-
-def _close_locks_in_child() -> None:
-    for lock in list(_locks):
-        lock.close()
-
-
-os.register_at_fork(after_in_child=_close_locks_in_child)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from .cache import RowCache
+from .errors import StoreError
 from .interrupts import uninterrupted
 from .merging import Worker
 from .stats import Counters
@@ -134,8 +135,8 @@ class _Copy:
             self._thread.join()
 
     def _work(self) -> None:
-        # A full disk is told by `make_room`, which tries again once a batch cannot do without.
-        with suppress(OSError):
+        # What fails is told by `make_room`, which tries again once a batch cannot do without.
+        with suppress(OSError, StoreError, MemoryError):
             run = self._storage.write(self._rows, self._fill)
             self._storage.read_back(run, wait=True)
             self.run = run

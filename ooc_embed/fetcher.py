@@ -63,11 +63,13 @@ class RowFetcher:
     def prefetch(self, rows: torch.Tensor) -> None:
         """Have those of ``(n,) int64`` rows that are not in the cache read ahead.
 
-        Any thread may call it at any time: the map lives as long as the table, in one place; a row
-        that has moved since is announced for nothing, or its lookup reads it.
+        Any thread may call it at any time: a row that has moved since is announced for nothing, or
+        its lookup reads it, and a map that was closed meanwhile has no rows.
         """
+        where = self._cache.where
         rows = rows.unique()
-        homes = self._cache.find(rows)
+        rows = rows[rows < len(where)]
+        homes = where.index_select(0, rows)
         cold = homes <= 0
         self._storage.stored.announce(rows[cold], homes[cold])
 

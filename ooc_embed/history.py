@@ -6,37 +6,67 @@ the chunks only once all of them contain it whole.
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Self
 
 from . import parsing
+from ._version import __version__
 from .errors import StoreError
 from .log import LogState
 
+# A former one too: the newest may have been handed out for a file that was never finished.
+_CHECKPOINTS = 2
+_MOST_BRANCHES = 256
 
-@dataclass(frozen=True)
-class Commit:
-    """One commit of the store: what a crash after it cannot lose.
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """What a commit says beside where its records are.
 
     Args:
-        number: counts commits from 0, the creation; none is given twice.
         step: optimizer steps taken.
         rows_written: rows whose version is above 0.
         param_groups: hyper-parameters in force.
         num_embeddings: rows of the table.
+    """
+
+    step: int
+    rows_written: int
+    param_groups: list[dict[str, Any]]
+    num_embeddings: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Commit(Facts):
+    """One commit of the store: what a crash after it cannot lose.
+
+    Args:
+        number: counts commits from 0, the creation; none is given twice.
         logs: the logs' prefixes, the sealed one (if there is one) before the active one.
         created: seconds since the epoch.
         library: version of ooc_embed that wrote it.
     """
 
     number: int
-    step: int
-    rows_written: int
-    param_groups: list[dict[str, Any]]
-    num_embeddings: int
     logs: tuple[LogState, ...]
     created: float
     library: str
+
+    @classmethod
+    def now(cls, number: int, facts: Facts, logs: tuple[LogState, ...]) -> Self:
+        """One that is made now, by this version."""
+        return cls(
+            number=number,
+            step=facts.step,
+            rows_written=facts.rows_written,
+            param_groups=facts.param_groups,
+            num_embeddings=facts.num_embeddings,
+            logs=logs,
+            created=time.time(),
+            library=__version__,
+        )
 
     @property
     def sealed(self) -> LogState | None:
@@ -80,20 +110,24 @@ class Commit:
 
 @dataclass(frozen=True)
 class History:
-    """Commits that can be returned to.
+    """Commits that can be returned to, and which others came before the newest.
 
     Args:
         commits: the oldest first; the last one is the state of the store.
         keep: how many of the newest are kept.
-        checkpoint: the number of the commit that ``state_dict()`` last handed out, which is kept
-            beyond the others, as long as there is one.
-        undone: first and last numbers of the commits that each rollback took back.
+        checkpoints: the numbers of the commits that ``state_dict()`` last handed out, which are
+            kept beyond the others, as long as they are there.
+        branches: from which number on the commits have which random word, the last ones at the
+            end: each writer and each rollback begins another. Copies of a store, which have the
+            same numbers, and commits that a rollback took back are told apart by it.
+        last_number: the largest number that was ever given.
     """
 
     commits: tuple[Commit, ...]
     keep: int = 1
-    checkpoint: int | None = None
-    undone: tuple[tuple[int, int], ...] = ()
+    checkpoints: tuple[int, ...] = ()
+    branches: tuple[tuple[int, str], ...] = ()
+    last_number: int = 0
 
     @property
     def newest(self) -> Commit:
@@ -101,18 +135,23 @@ class History:
 
     @property
     def next_number(self) -> int:
-        return 1 + max(self.newest.number, *(last for _, last in self.undone), 0)
+        return 1 + max(self.newest.number, self.last_number)
 
     @property
-    def behind(self) -> tuple[Commit, ...]:
-        """Commits that do not contain the sealed log whole, if there is one."""
+    def unmerged(self) -> tuple[Commit, ...]:
+        """Commits that do not contain the sealed log whole, if there is one, which they keep from
+        being merged."""
         sealed = self.newest.sealed
         if sealed is None:
             return ()
         return tuple(commit for commit in self.commits if commit.logs[0] != sealed)
 
-    def find(self, number: int) -> Commit:
+    def find(self, number: int, path: Path) -> Commit:
         """The commit of this number.
+
+        Args:
+            number: which.
+            path: of the store, for the error.
 
         Raises:
             StoreError: it is not kept.
@@ -122,79 +161,90 @@ class History:
                 return commit
         kept = ", ".join(f"{commit.number} (step {commit.step})" for commit in self.commits)
         raise StoreError(
-            f"commit {number} is not kept; those that are: {kept}. keep_commits= of the "
-            f"constructor keeps more"
+            f"commit {number} of {path} is not kept; those that are: {kept}. emb.keep_commits = k "
+            f"keeps the newest k from then on, emb.snapshot(path) keeps one for good"
         )
 
     def __contains__(self, number: int | None) -> bool:
         return any(commit.number == number for commit in self.commits)
+
+    def branch_of(self, number: int) -> str | None:
+        """The word of the commits around this number; None if it is not known, or not there yet."""
+        if number > self.newest.number:
+            return None
+        words = [word for first, word in self.branches if first <= number]
+        return words[-1] if words else None
 
     def states_of(self, generation: int) -> list[LogState]:
         """What the commits name of a log, the shortest prefix first."""
         states = {log for commit in self.commits for log in commit.logs}
         return sorted((s for s in states if s.generation == generation), key=lambda s: s.records)
 
-    def until(self, number: int) -> Self:
-        """What it was at the commit of this number.
-
-        Raises:
-            StoreError: it is not kept.
-        """
-        return replace(self, commits=self.commits[: self.commits.index(self.find(number)) + 1])
-
-    def was_undone(self, number: int) -> bool:
-        """Whether a rollback took this commit back."""
-        return any(first <= number <= last for first, last in self.undone)
-
     # What it becomes
 
-    def added(self, commit: Commit) -> Self:
-        """With one more commit; those that need not be kept any longer go."""
-        return replace(self, commits=(*self.commits, commit))._pruned()
+    def until(self, commit: Commit) -> Self:
+        """What it was at one of its commits."""
+        return replace(self, commits=self.commits[: self.commits.index(commit) + 1])._pruned()
+
+    def added(self, facts: Facts, logs: tuple[LogState, ...], branch: str) -> Self:
+        """With one more commit; those that need not be kept any longer go.
+
+        Args:
+            facts: what it says.
+            logs: where its records are.
+            branch: the word of whoever makes it.
+        """
+        commit = Commit.now(self.next_number, facts, logs)
+        branches = self.branches
+        if not branches or branches[-1][1] != branch:
+            branches = (*branches[1 - _MOST_BRANCHES :], (self.newest.number + 1, branch))
+        return replace(self, commits=(*self.commits, commit), branches=branches)._pruned()
 
     def handed_out(self) -> Self:
         """With the newest commit in a checkpoint."""
-        return replace(self, checkpoint=self.newest.number)._pruned()
+        others = [number for number in self.checkpoints if number != self.newest.number]
+        return replace(self, checkpoints=(*others, self.newest.number))._pruned()
 
     def keeping(self, count: int) -> Self:
         """With another number of commits to keep."""
         return replace(self, keep=count)._pruned()
 
     def _pruned(self) -> Self:
-        *older, newest = self.commits
+        """Without the commits that need not be kept, and without words for those that are gone."""
+        checkpoints = [number for number in self.checkpoints if number in self][-_CHECKPOINTS:]
         first = max(len(self.commits) - self.keep, 0)
-        kept = [
+        commits = [
             commit
-            for place, commit in enumerate(older)
-            if place >= first or commit.number == self.checkpoint
+            for place, commit in enumerate(self.commits)
+            if place >= first or commit.number in checkpoints
         ]
-        return replace(self, commits=(*kept, newest))
+        branches = [branch for branch in self.branches if branch[0] <= self.newest.number]
+        return replace(
+            self,
+            commits=tuple(commits),
+            checkpoints=tuple(checkpoints),
+            branches=tuple(branches),
+        )
 
     def restated(self, logs: tuple[LogState, ...]) -> Self:
         """With the newest commit in other logs: the same state, no commit of its own."""
         return replace(self, commits=(*self.commits[:-1], replace(self.newest, logs=logs)))
 
     def merged(self) -> Self:
-        """With the sealed log in the chunks. None is `behind` it then."""
+        """With the sealed log in the chunks. None is `unmerged` then."""
         active = LogState(self.newest.logs[1].generation)
         commits = (replace(c, logs=c.logs[1:] or (active,)) for c in self.commits)
         return replace(self, commits=tuple(commits))
 
     def given_up(self) -> Self:
-        """Without the commits that are `behind` the sealed log."""
-        behind = self.behind
-        return replace(self, commits=tuple(c for c in self.commits if c not in behind))._forgetful()
+        """Without the commits that are `unmerged`."""
+        gone = self.unmerged
+        return replace(self, commits=tuple(c for c in self.commits if c not in gone))._pruned()
 
-    def back_to(self, number: int) -> Self:
-        """With an earlier commit as the newest, in logs of other generations.
-
-        Raises:
-            StoreError: it is not kept.
-        """
-        first, last = number + 1, self.next_number - 1
-        undone = (*(pair for pair in self.undone if pair[0] < first), (first, last))
-        *earlier, target = self.until(number).commits
-        if len(self.newest.logs) > len(target.logs) and target not in self.behind:
+    def rolled_back(self, target: Commit) -> Self:
+        """With one of its earlier commits as the newest, in logs of other generations."""
+        earlier = self.until(target).commits[:-1]
+        if len(self.newest.logs) > len(target.logs) and target not in self.unmerged:
             # A merge of the sealed log may have begun, and somebody must end it.
             logs = (*target.logs, LogState(self.newest.logs[1].generation))
             target = replace(target, logs=logs)
@@ -209,19 +259,17 @@ class History:
             )
             for commit in (*earlier, target)
         )
-        return replace(self, commits=tuple(commits), undone=undone)._forgetful()
-
-    def _forgetful(self) -> Self:
-        """Without the word for a checkpoint whose commit is gone."""
-        return self if self.checkpoint in self else replace(self, checkpoint=None)
+        last_number = self.next_number - 1
+        return replace(self, commits=tuple(commits), last_number=last_number)._pruned()
 
     # JSON
 
     def to_json(self) -> dict[str, Any]:
         return {
             "keep_commits": self.keep,
-            "checkpoint": self.checkpoint,
-            "undone": [list(pair) for pair in self.undone],
+            "checkpoints": list(self.checkpoints),
+            "branches": [list(branch) for branch in self.branches],
+            "last_number": self.last_number,
             "commits": [commit.to_json() for commit in self.commits],
         }
 
@@ -235,11 +283,12 @@ class History:
         history = cls(
             commits=tuple(Commit.from_json(commit) for commit in value["commits"]),
             keep=parsing.integer(value.get("keep_commits", 1), 1),
-            checkpoint=parsing.optional(parsing.integer, value.get("checkpoint")),
-            undone=tuple(
-                (parsing.integer(first), parsing.integer(last))
-                for first, last in value.get("undone", [])
+            checkpoints=tuple(map(parsing.integer, value.get("checkpoints", []))),
+            branches=tuple(
+                (parsing.integer(first), parsing.text(word))
+                for first, word in value.get("branches", [])
             ),
+            last_number=parsing.integer(value.get("last_number", 0)),
         )
         history.check()
         return history
@@ -249,11 +298,11 @@ class History:
         numbers = [commit.number for commit in self.commits]
         if not numbers or numbers != sorted(set(numbers)):
             raise ValueError(f"commits {numbers} are not in order")
-        if self.checkpoint is not None and self.checkpoint not in numbers:
-            raise ValueError(f"checkpoint {self.checkpoint} is none of the commits {numbers}")
-        for first, last in self.undone:
-            if first > last or any(first <= number <= last for number in numbers):
-                raise ValueError(f"commits {first} to {last} cannot be undone, {numbers} are kept")
+        if not set(self.checkpoints) <= set(numbers):
+            raise ValueError(f"checkpoints {self.checkpoints} are not all of {numbers}")
+        firsts = [first for first, _ in self.branches]
+        if firsts != sorted(set(firsts)) or any(first > numbers[-1] for first in firsts):
+            raise ValueError(f"branches at {firsts} are not in order, or after {numbers[-1]}")
         self._check_logs()
 
     def _check_logs(self) -> None:

@@ -63,6 +63,8 @@ class DiskLayer(TableModule):
             StoreError: that commit is not kept.
         """
         creation.check_cache(cache_bytes)
+        if commit is not None:
+            creation.check_integer("commit", commit)
         self = cls.__new__(cls)
         table = Table.open(Path(path).absolute(), mode, cache_bytes, commit)
         if optimizer is None:
@@ -114,11 +116,13 @@ class DiskLayer(TableModule):
         return self
 
     def __reduce__(self) -> Any:
-        """Pickling carries the path: the copy opens read-only, at the newest commit. A writer
-        commits for it."""
+        """Pickling carries the path: the copy opens read-only, at the newest commit, or at the one
+        that a reader was opened at by its number. A writer commits for it."""
         if self._may_commit:
             self.commit()
-        return (_reopen, (type(self), str(self.path), self.anchor.dtype, self.training))
+        pinned = self._table.store.pinned
+        commit = self._table.manifest.commit.number if pinned else None
+        return (_reopen, (type(self), str(self.path), commit, self.anchor.dtype, self.training))
 
     # Coming from torch's layers, and going back
 
@@ -198,7 +202,8 @@ class DiskLayer(TableModule):
         return self.train(embedding.training).requires_grad_(embedding.weight.requires_grad)
 
     def reset_parameters(self) -> None:
-        """Do nothing before the first step: the rows are those of ``init`` then.
+        """Do nothing before the first step: the rows are those of ``init`` then, or assigned ones,
+        which stay.
 
         Raises:
             StoreError: steps were taken. A new table begins anew, not one that was trained.
@@ -228,9 +233,20 @@ class DiskLayer(TableModule):
         learning = self.training and torch.is_grad_enabled() and self.anchor.requires_grad
         if self.anchor.requires_grad:
             self._hook_anchor()
-        look_up = self._table.lookup if learning else self._table.weights
+        table = self._table
+        look_up = table.lookup if learning else table.weights
+        rollbacks = table.rollbacks
+
+        def stage_unless_gone_back(*staged: torch.Tensor) -> None:
+            if table.rollbacks != rollbacks:
+                raise RuntimeError(
+                    f"{table.store.path} went back to another commit since this forward, whose "
+                    f"gradients belong to rows that are gone: look the rows up again"
+                )
+            stage(*staged)
+
         out: torch.Tensor = passes.Lookup.apply(  # type: ignore[no-untyped-call]
-            self.anchor, ids, device, self._renormalizing(look_up), stage
+            self.anchor, ids, device, self._renormalizing(look_up), stage_unless_gone_back
         )
         return out.to(self.anchor.dtype)
 
@@ -308,9 +324,11 @@ class DiskLayer(TableModule):
         return scores.reshape(shape), ids.reshape(shape)
 
 
-def _reopen(layer: type[DiskLayer], path: str, dtype: torch.dtype, training: bool) -> DiskLayer:
+def _reopen(
+    layer: type[DiskLayer], path: str, commit: int | None, dtype: torch.dtype, training: bool
+) -> DiskLayer:
     """Unpickle: open to read, with the casts and the mode that it had."""
-    return layer.open(path, "r").to(dtype).train(training)
+    return layer.open(path, "r", commit=commit).to(dtype).train(training)
 
 
 def _arm(table: Table | None) -> None:

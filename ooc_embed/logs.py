@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .log import LogState, RecordLog
+import numpy as np
+
+from .errors import CorruptStoreError
+from .log import SKIPPED, LogState, RecordLog
 from .store import Store
 
 
@@ -42,6 +45,23 @@ class Logs:
     def named(self) -> tuple[RecordLog, ...]:
         """Those that a commit names, the sealed one before the active one."""
         return (self.other, self.active) if self.sealed else (self.active,)
+
+    def find_records(self, where: np.ndarray) -> None:
+        """Enter the rows of named logs into a map, ``(N,)``; the last record of a row wins.
+
+        Raises:
+            CorruptStoreError: a row is none of the table's.
+        """
+        for log in self.named:
+            for start, rows in log.blocks(log.committed.records):
+                kept = np.flatnonzero(rows != SKIPPED)
+                rows = rows[kept]
+                if len(rows) and not 0 <= rows.min() <= rows.max() < len(where):
+                    raise CorruptStoreError(
+                        f"{log.folder / 'rows'} names rows {rows.min()} to {rows.max()}, the table "
+                        f"has {len(where)}"
+                    )
+                where[rows] = -(kept + (start + log.base + 1))
 
     def states(self, *, seal: bool) -> tuple[LogState, ...]:
         """How a commit made now names them.

@@ -194,6 +194,14 @@ class Layout:
         return self.num_chunks + 2 * a_log
 
     @property
+    def mapped_bytes(self) -> int:
+        """Addresses that the files of the table and its logs take where all are mapped."""
+        log = self.log
+        row_ids = -(-log.capacity // log.rows_per_file) * log.rows_per_file * 8
+        records = -(-log.capacity // log.records_per_file) * self.chunk_bytes
+        return self.num_chunks * self.chunk_bytes + 2 * (row_ids + records)
+
+    @property
     def log_limit(self) -> int:
         """Positions at which a commit seals the log."""
         return max(self.num_embeddings // 2, ALIGNMENT)
@@ -210,7 +218,7 @@ class Layout:
 
 
 def _log_capacity(rows: int) -> int:
-    # Room for every row once as a full log is rolled over, then for a step on every row, and an
+    # Room for every row once as a full log is sealed and left, then for a step on every row, and an
     # eighth of both for positions skipped at run ends.
     return _up(2 * rows + rows // 4 + _SMALLEST_LOG)
 

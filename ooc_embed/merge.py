@@ -38,7 +38,12 @@ class NewestRecords:
         touched = (self._bounds[:, 1:] > self._bounds[:, :-1]).any(axis=0)
         return [int(index) for index in np.flatnonzero(touched)]
 
-    def of_chunk(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+    def put(self, index: int, chunk: np.ndarray) -> None:
+        """Put them into a chunk's ``(chunk_rows, W)`` records."""
+        rows, positions = self._of_chunk(index)
+        self._log.copy(positions, chunk, rows)
+
+    def _of_chunk(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows within the chunk, unique, and the positions of their records, which ascend.
 
         Returns:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 import time
-import warnings
 import zlib
 from collections import deque
 from collections.abc import Callable, Container, Iterator
@@ -23,6 +22,7 @@ from .mapped import HeldFile
 from .memory import page_aligned
 from .merge import NewestRecords
 from .store import Store
+from .warning import warn
 
 # While one thread waits for the disk to read or to sync, another one applies or writes.
 _THREADS = 4
@@ -47,7 +47,8 @@ class Merge:
     Args:
         store: the store.
         log: its sealed log.
-        known_crc32: checksums of those chunk files whose content is known; kept right.
+        known_crc32: checksums of the chunk files; kept right.
+        unsure: those that an earlier merge of the log, which was stopped, may have replaced.
         merged: chunks that have the log's records already.
 
     Attributes:
@@ -59,7 +60,12 @@ class Merge:
     """
 
     def __init__(
-        self, store: Store, log: RecordLog, known_crc32: dict[int, int], merged: Container[int]
+        self,
+        store: Store,
+        log: RecordLog,
+        known_crc32: dict[int, int],
+        unsure: set[int],
+        merged: Container[int],
     ) -> None:
         self.finished: deque[tuple[int, int]] = deque()
         self.stopping = False
@@ -69,6 +75,7 @@ class Merge:
         self.log = log
         self._store = store
         self._known_crc32 = known_crc32
+        self._unsure = unsure
         self._merged = merged
         self._existing = store.manifest.checksums
         self._changed = threading.Condition()
@@ -151,15 +158,13 @@ class Merge:
     def tell_failure(self, *, as_warning: bool) -> None:
         """Raise what made it end early, or warn of it."""
         if self.failure is not None and as_warning:
-            warnings.warn(
+            warn(
                 f"{self._store.path}: a merge failed ({self.failure}); nothing is lost, and "
-                f"opening the store begins it again",
-                stacklevel=2,
+                f"opening the store begins it again"
             )
         elif self.failure is not None:
             self.failure.add_note(
-                "It was a merge in the background that failed; a commit was made all the same. "
-                "A later one begins the merge again."
+                "It was a merge in the background that failed; the next commit begins it again."
             )
             raise self.failure
 
@@ -234,23 +239,30 @@ class Merge:
 
     def _merge_chunk(self, index: int, newest: NewestRecords, buffer: np.ndarray) -> int:
         layout = self._store.layout
+        chunk = buffer.view(layout.dtype).reshape(layout.chunk_rows, layout.width)
         if index in self._existing:
-            self._read_known(index, buffer)
+            self._store.read_chunk(index, buffer)
+            found = zlib.crc32(buffer.data)
+            newest.put(index, chunk)
+            if found != self._known_crc32[index]:
+                self._check_merged(index, found, zlib.crc32(buffer.data))
             self._replaced[index] = HeldFile(self._store.chunk_path(index))
         else:
             buffer[:] = 0
-        chunk = buffer.view(layout.dtype).reshape(layout.chunk_rows, layout.width)
-        rows, positions = newest.of_chunk(index)
-        self.log.copy(positions, chunk, rows)
-        crc = self._known_crc32[index] = self._store.write_chunk(index, chunk)
-        return crc
+            newest.put(index, chunk)
+        self._known_crc32[index] = self._store.write_chunk(index, chunk)
+        self._unsure.discard(index)
+        return self._known_crc32[index]
 
-    def _read_known(self, index: int, buffer: np.ndarray) -> None:
-        """Read a chunk to go on with, and see that nobody else has changed it."""
-        self._store.read_chunk(index, buffer)
-        expected = self._known_crc32.get(index)
-        if expected is not None and (found := zlib.crc32(buffer.data)) != expected:
+    def _check_merged(self, index: int, found: int, merged: int) -> None:
+        """See that a chunk with another checksum than it should have has the log's records already.
+
+        Raises:
+            CorruptStoreError: somebody else has changed it; nothing is merged into it then.
+        """
+        if found != merged or index not in self._unsure:
             raise CorruptStoreError(
                 f"{self._store.chunk_path(index)} was changed or damaged: it has the checksum "
-                f"{found:#010x}, {expected:#010x} was written. Nothing is merged into it"
+                f"{found:#010x}, {self._known_crc32[index]:#010x} was written. Nothing is merged "
+                f"into it"
             )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from . import checkpoint
-from .creation import check_count
+from .creation import check_count, check_integer
 from .errors import StoreError
 from .gradients import GRADIENT_OPTIONS
 from .manifest import VERSION_FIELD
@@ -153,12 +153,15 @@ class TableModule(nn.Module):
             commit: one of `commits`; None is the newest, which drops what was not committed.
 
         Raises:
+            TypeError: no integer.
             StoreError: it is not kept, or the table is closed or read-only.
             OSError: the disk is full, or failed; nothing has changed. If it failed while the store
                 was read anew, the table is closed; if it failed to make the change durable, the
                 table is at that commit all the same.
         """
-        self._table.rollback(commit, self.optimizer.go_back)
+        if commit is not None:
+            check_integer("commit", commit)
+        self._table.rollback(commit, self.optimizer.restore)
 
     def snapshot(self, path: str | Path) -> None:
         """Commit, and make a copy of the store, with the commits that it keeps.
@@ -172,19 +175,25 @@ class TableModule(nn.Module):
         Raises:
             FileExistsError: something is there.
             ValueError: it is inside of the store.
-            OSError: as `commit`; nothing is left at ``path``.
+            OSError: as `commit`, or the other disk is too small; nothing is left at ``path``. A
+                process that is killed leaves a folder without ``zarr.json``: delete it, or make the
+                snapshot there again.
         """
         self._table.snapshot(Path(path).resolve(), self.optimizer.kept_param_groups())
 
     def resize(self, num_embeddings: int) -> None:
-        """Commit, and commit a larger number of rows. The new ones begin as all rows do.
+        """Commit, with a larger number of rows. The new ones begin as all rows do.
+
+        The store is read anew: the cache is empty then.
 
         Args:
             num_embeddings: not fewer than there are.
 
         Raises:
             ValueError: fewer, or too many for the size of the store's files.
-            OSError, StoreError: as `commit`.
+            OSError: as `commit`, or there is no memory for the map of so many rows. If it failed
+                while the store was read anew, the table is closed, with the larger number.
+            StoreError: as `commit`.
         """
         check_count("num_embeddings", num_embeddings)
         self._table.resize(int(num_embeddings), self.optimizer.kept_param_groups())
@@ -227,15 +236,26 @@ class TableModule(nn.Module):
     def get_extra_state(self) -> torch.Tensor:
         """What a checkpoint keeps of a table: which commit belongs to it.
 
-        A writer commits, and keeps this commit beyond all others until it hands out another.
+        A writer commits, and keeps this commit and the one that it handed out before beyond all
+        others: the newest checkpoint may not be a file yet.
         """
         if self._may_commit:
-            self._table.commit(self.optimizer.kept_param_groups(), hand_out=True)
+            self._table.commit(self.optimizer.kept_param_groups(), checkpoint=True)
         return checkpoint.describe(self._table)
 
     @property
     def _may_commit(self) -> bool:
         return not (self.read_only or self.closed or self._table.forked)
+
+    def commit_of(self, extra_state: torch.Tensor) -> int:
+        """The number of the commit that a checkpoint's word for this table names.
+
+        Raises:
+            StoreError: it is another table, that commit is not kept, or the table is closed or
+                read-only.
+        """
+        with self._table.writing():
+            return checkpoint.find_commit(self._table, extra_state)
 
     def set_extra_state(self, state: Any) -> None:
         """Check that the store is where the checkpoint left it.
@@ -285,8 +305,8 @@ class TableModule(nn.Module):
 
     def __copy__(self) -> Self:
         raise TypeError(
-            f"a table on disk cannot be copied like a module; open {self.path} with mode='r', or "
-            f"copy the folder after close()"
+            f"a table on disk cannot be copied like a module: open {self.path} with mode='r' to "
+            f"read it beside this one, or train a copy that snapshot(path) makes"
         )
 
     def _replicate_for_data_parallel(self) -> Self:

@@ -6,9 +6,9 @@ Knows the life of a table, from opening to closing; does not know lookups and st
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -16,16 +16,16 @@ from typing import Any, Self
 import torch
 
 from . import rules
-from ._version import __version__
 from .blocks import BlockUpdate
 from .cache import RowCache, slots_for
 from .errors import CorruptStoreError, StoreError
 from .evictor import Evictor
 from .fetcher import RowFetcher
 from .guard import Guard
-from .history import Commit
+from .history import Facts
 from .interrupts import uninterrupted
-from .manifest import VERSION_FIELD, Manifest
+from .manifest import VERSION_FIELD, Layout, Manifest
+from .memory import Span
 from .merging import Worker
 from .snapshot import snapshot
 from .stats import Counters
@@ -44,6 +44,7 @@ class OpenTable:
 
     Attributes:
         step_count: optimizer steps taken.
+        rollbacks: how often this object went back.
         counters: what it did since it was opened.
     """
 
@@ -52,6 +53,7 @@ class OpenTable:
         manifest = store.manifest
         self.store = store
         self.counters = Counters()
+        self.rollbacks = 0
         self._cache_bytes = cache_bytes
         self._guard = Guard(store.path, writer=store.writable)
         self.dtype: torch.dtype = getattr(torch, manifest.dtype)
@@ -112,22 +114,18 @@ class OpenTable:
                     if commit not in (None, table.manifest.commit.number):
                         table.rollback(commit)
                     table._storage.begin_merge()
-            except CorruptStoreError:
-                if store.writable or not store.has_changed():
-                    store.close()
-                    raise
-                continue
-            except BaseException:
+                    return table
+                # A reader took no lock: a merge may have replaced files while they were mapped.
+                if not store.has_changed():
+                    return table
+                table.close()
+            except BaseException as error:
                 if table is not None:  # interrupted: no merge may go on without the lock
                     table._storage.stop_merge()
                 store.close()
-                raise
-            if store.writable:
-                return table
-            # A reader took no lock: a merge may have replaced files while they were being mapped.
-            if not store.has_changed():
-                return table
-            table.close()
+                reading = isinstance(error, CorruptStoreError) and mode == "r"
+                if not (reading and store.has_changed()):
+                    raise
         raise StoreError(f"{path} changed {_READ_ATTEMPTS} times while it was being opened")
 
     @property
@@ -138,42 +136,46 @@ class OpenTable:
     # Life
 
     def commit(
-        self, param_groups: list[dict[str, Any]], *, flush: bool = False, hand_out: bool = False
+        self,
+        param_groups: list[dict[str, Any]],
+        *,
+        flush: bool = False,
+        checkpoint: bool = False,
     ) -> int:
         """Make all steps durable; return the commit's number.
 
         Args:
             param_groups: the hyper-parameters in force.
             flush: merge too, so that the zarr table has every row.
-            hand_out: a checkpoint will name the commit, and it is kept until another does.
+            checkpoint: one will name the commit: it is kept until two others are.
 
         Raises:
             OSError: the disk is full, or failed. Nothing is lost, and a later call may succeed.
             CorruptStoreError: a merge found a damaged chunk file.
         """
         with self.writing():
-            self._commit(param_groups, flush=flush, hand_out=hand_out)
+            self._commit(param_groups, flush=flush, checkpoint=checkpoint)
             self._storage.begin_merge()
             return self.manifest.commit.number
 
     def _commit(self, param_groups: list[dict[str, Any]], **how: bool) -> None:
         self._evictor.finish()
-        commit = Commit(
-            number=0,
+        self._storage.commit(self._facts(param_groups), **how)
+
+    def _facts(self, param_groups: list[dict[str, Any]]) -> Facts:
+        """What a commit made now says."""
+        return Facts(
             step=self.step_count,
             rows_written=self.rows_written,
             param_groups=param_groups,
             num_embeddings=self.manifest.num_embeddings,
-            logs=(),
-            created=time.time(),
-            library=__version__,
         )
-        self._storage.commit(commit, **how)
 
     def keep_commits(self, count: int) -> None:
         """Keep the newest ``count`` commits from now on."""
         with self.writing():
             self._storage.keep_commits(count)
+            self._storage.begin_merge()  # one may have waited for commits that go
 
     def rollback(
         self,
@@ -194,25 +196,32 @@ class OpenTable:
         with self.writing():
             if number is None:
                 number = self.manifest.commit.number
-            self._change(
-                partial(self._storage.roll_back, number),
-                lambda: follow(self.manifest.commit.param_groups),
-            )
+
+            def then() -> None:
+                self.rollbacks += 1
+                follow(self.manifest.commit.param_groups)
+
+            self._change(partial(self._storage.rollback, number), then)
 
     def resize(self, num_embeddings: int, param_groups: list[dict[str, Any]]) -> None:
-        """Commit, and commit more rows.
+        """Commit, with more rows.
 
         Raises:
             ValueError: fewer rows, or too many for the size of the table's files.
-            OSError: the disk is full, or failed; nothing is lost.
+            OSError: the disk is full, or failed, or there is no memory for the map of so many rows;
+                nothing is lost.
         """
         with self.writing():
-            self.store.check_growth(num_embeddings)
-            self._commit(param_groups)
+            layout = self.store.grown(num_embeddings)
             if num_embeddings == self.manifest.num_embeddings:
+                self._commit(param_groups)
                 self._storage.begin_merge()
-            else:
-                self._change(partial(self._storage.resize, num_embeddings))
+                return
+            _check_memory(layout)
+            facts = replace(self._facts(param_groups), num_embeddings=num_embeddings)
+            self._evictor.finish()
+            self._storage.store_all()
+            self._change(partial(self._storage.resize, facts))
 
     def _change(self, change: Callable[[], None], then: Callable[[], None] = lambda: None) -> None:
         """Name another state, and be there; a change that fails late has happened all the same."""
@@ -233,7 +242,7 @@ class OpenTable:
 
     def _reload(self) -> None:
         self._storage.close()
-        del self.cache.records  # before there is memory for others
+        self.cache.close()  # before there is memory for another
         try:
             self._load()
             self._storage.recover()
@@ -320,7 +329,17 @@ class OpenTable:
             self._guard.closed = True
             self._storage.close()
             self.store.close()
-            del self.cache.records
+            self.cache.close()
+
+
+def _check_memory(layout: Layout) -> None:
+    """See that a table of these sizes can be opened, beside what there is.
+
+    Raises:
+        OSError: there is no memory for its maps.
+    """
+    Span(layout.mapped_bytes, writable=False)
+    RowCache.map_of(layout.num_embeddings, 2 * layout.log.capacity)
 
 
 def field_spans(fields: Mapping[str, int]) -> dict[str, slice]:

@@ -190,7 +190,7 @@ class TableOptimizer(torch.optim.Optimizer):
         self._check(group)
         own.update(group)
 
-    def go_back(self, param_groups: list[dict[str, Any]]) -> None:
+    def restore(self, param_groups: list[dict[str, Any]]) -> None:
         """Take the hyper-parameters of a commit, and drop the gradients that wait."""
         self._drop()
         self.param_groups[0].update(from_plain(param_groups[0]))

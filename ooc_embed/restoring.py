@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from . import checkpoint
 from .module import TableModule
 
 
@@ -32,7 +31,8 @@ def rollback(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     targets = []
     for name, table in tables.items():
         key = f"{name}._extra_state" if name else "_extra_state"
-        with table._table.writing():
-            targets.append((table, checkpoint.find_commit(table._table, state_dict[key])))
+        if key not in state_dict:
+            raise KeyError(f"the checkpoint has no {key!r}, but the model has a table there")
+        targets.append((table, table.commit_of(state_dict[key])))
     for table, number in targets:
         table.rollback(number)

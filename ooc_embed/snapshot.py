@@ -6,11 +6,13 @@ stores: neither changes it, and the disk frees it when both have let it go. The 
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
 from . import claim, durable
 from .arrays import METADATA
+from .disk_facts import free_bytes, on_same_disk, warn_of_network
 from .log import files_of
 from .progress import progress
 from .store import Store
@@ -26,13 +28,17 @@ def snapshot(store: Store, path: Path) -> None:
     Raises:
         FileExistsError: something is there.
         ValueError: it is inside the store.
-        OSError: the disk is full, or failed; nothing is left at ``path``.
+        OSError: the disk is full, or too small, or failed; nothing is left at ``path``.
     """
     if path.is_relative_to(store.path.resolve()):
         raise ValueError(f"{path} is inside of {store.path}: choose a path beside it")
-    claim.check_free(path, overwrite=False)
+    claim.check_free(path, overwrite=False, remedy="choose another path for the snapshot")
+    files = list(_files(store))
+    warn_of_network(path)
+    if not on_same_disk(store.path, path):
+        _check_space(path, sum(file.stat().st_size for file, _ in files))
     with claim.claimed(path, overwrite=False) as lock:
-        for file, may_link in progress(list(_files(store)), "making a snapshot", "file"):
+        for file, may_link in progress(files, "making a snapshot", "file"):
             target = path / file.relative_to(store.path)
             durable.make_directory(target.parent)
             if not (may_link and durable.link(file, target)):
@@ -40,6 +46,16 @@ def snapshot(store: Store, path: Path) -> None:
         durable.sync_tree(path)
         store.name_copy(path)
         lock.close()
+
+
+def _check_space(path: Path, nbytes: int) -> None:
+    free = free_bytes(path)
+    if free < nbytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"a snapshot on another disk is a copy of {nbytes:,} bytes, {free:,} bytes are free",
+            str(path),
+        )
 
 
 def _files(store: Store) -> Iterator[tuple[Path, bool]]:

@@ -11,20 +11,19 @@ files: what they have finished is entered here, by whoever changes the table nex
 
 from __future__ import annotations
 
+import secrets
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from .cache import RowCache
 from .chunks import Chunks
 from .errors import CorruptStoreError, StoreError
-from .history import Commit, History
+from .history import Facts, History
 from .interrupts import uninterrupted
-from .log import ALIGNMENT, SKIPPED, FillRecords, LogState, RecordLog
+from .log import ALIGNMENT, FillRecords, LogState
 from .logs import Logs
 from .manifest import Manifest
 from .merging import Merge
@@ -32,6 +31,7 @@ from .places import StoredRecords
 from .progress import progress
 from .stats import Counters
 from .store import Store
+from .warning import warn
 
 # Rows whose places are looked at together where a whole log may have to move.
 _MOVED_ROWS = 1 << 20
@@ -71,26 +71,13 @@ class Storage:
         self.manifest: Manifest = store.manifest
         self._cache = cache
         self._counters = counters
+        self._branch = secrets.token_hex(8)
         self._failed: str | None = None
         self._chunks = Chunks(store, cache, counters)
         self._logs = Logs(store)
-        for log in self._logs.named:
-            self._find_records(log)
+        self._logs.find_records(cache.where.numpy())
         both = (self._logs.active, self._logs.other)
         self.stored = StoredRecords(self._chunks.mapped, both, counters)
-
-    def _find_records(self, log: RecordLog) -> None:
-        """Enter a log's rows into the map; the last record of a row wins."""
-        where = self._cache.where.numpy()
-        for start, rows in log.blocks(log.committed.records):
-            kept = np.flatnonzero(rows != SKIPPED)
-            rows = rows[kept]
-            if len(rows) and not 0 <= rows.min() <= rows.max() < len(where):
-                raise CorruptStoreError(
-                    f"{log.folder / 'rows'} names rows {rows.min()} to {rows.max()}, the table has "
-                    f"{len(where)}"
-                )
-            where[rows] = -(kept + (start + log.base + 1))
 
     def recover(self) -> None:
         """Remove what a killed writer left; `begin_merge` goes on with its merge."""
@@ -118,7 +105,7 @@ class Storage:
         self.check()
         fits = self.has_room(count)
         if not fits:
-            self._roll_over()
+            self._switch_logs()
         return not fits
 
     def write(self, rows: torch.Tensor, fill: FillRecords) -> Run:
@@ -152,28 +139,22 @@ class Storage:
             cache.stored(slots, self.accept(run))
         return run
 
-    def _append_dirty(self) -> None:
-        for slots in self._cache.dirty_slots():
-            if len(slots):
-                self.append_slots(slots)
-
     # Committing
 
     def commit(
         self,
-        commit: Commit,
+        facts: Facts,
         *,
         flush: bool = False,
-        hand_out: bool = False,
+        checkpoint: bool = False,
         closing: bool = False,
     ) -> None:
         """Make all records durable, and with ``flush`` bring them into the table's chunks.
 
         Args:
-            commit: what to commit beside the records; its number and logs are set here. It is
-                skipped if nothing has changed.
+            facts: what to commit beside the records. A commit is skipped if nothing has changed.
             flush: wait for a merge of all.
-            hand_out: a checkpoint will name it, and it is kept until another does.
+            checkpoint: one will name this commit: it is kept until two others are.
             closing: only warn of a merge that failed, since opening goes on with it.
 
         Raises:
@@ -182,28 +163,45 @@ class Storage:
             CorruptStoreError: a merge found a damaged chunk file.
         """
         begin = time.perf_counter()
-        self.store.sync()
-        dirty = int(self._cache.dirty.count_nonzero())
-        self._ensure_room(dirty + ALIGNMENT * self._cache.dirty_parts)
-        self._append_dirty()
+        self._store_dirty()
+        # A merge that failed is told below, and no checkpoint comes of this call then.
+        checkpoint = checkpoint and not self._chunks.merge_failed
         last, active = self.manifest.commit, self._logs.active
-        if active.state != active.committed or (commit.step, commit.param_groups) != (
+        if active.state != active.committed or (facts.step, facts.param_groups) != (
             last.step,
             last.param_groups,
         ):
             self._sync()
             logs = self._logs.states(seal=flush or self._full)
-            history = self.manifest.history  # to sync may have moved its commits to other logs
-            history = history.added(replace(commit, number=history.next_number, logs=logs))
-            self._name_history(history.handed_out() if hand_out else history)
+            # To sync may have moved commits to other logs.
+            history = self.manifest.history.added(facts, logs, self._branch)
+            self._name_history(history.handed_out() if checkpoint else history)
             self._counters.committed(begin)
-        elif hand_out and self.manifest.history.checkpoint != last.number:
+        elif checkpoint and last.number not in self.manifest.history.checkpoints[-1:]:
             self._name_history(self.manifest.history.handed_out())
-        self._conclude_merge(forgiving=closing and not flush)
-        self._seal(flush or self._full)
-        while flush and self._logs.sealed:
-            self._finish_merge(shown=True)
-            self._seal(True)
+        try:
+            self._conclude_merge(forgiving=closing and not flush)
+            self._seal(flush or self._full)
+            while flush and self._logs.sealed:
+                self._finish_merge(shown=True)
+                self._seal(True)
+        except (OSError, StoreError) as error:
+            error.add_note("All steps up to here were committed all the same.")
+            raise
+
+    def _store_dirty(self) -> None:
+        """Append all dirty records to the log."""
+        self.store.sync()
+        dirty = int(self._cache.dirty.count_nonzero())
+        self._ensure_room(dirty + ALIGNMENT * self._cache.dirty_parts)
+        for slots in self._cache.dirty_slots():
+            if len(slots):
+                self.append_slots(slots)
+
+    def store_all(self) -> None:
+        """Append all dirty records to the log, and make it durable: a commit but for its name."""
+        self._store_dirty()
+        self._sync()
 
     def _seal(self, wanted: bool) -> None:
         """Close the active log, which makes no commit: all that it has is in one already."""
@@ -223,8 +221,8 @@ class Storage:
             if not self._logs.active.suspect:
                 raise
         try:
-            self._roll_over()
-            self._append_dirty()
+            self._switch_logs()
+            self._store_dirty()
             self._logs.active.sync()
         except OSError as error:
             self._failed = f"the disk failed twice to keep the log ({error}): open the store again"
@@ -256,7 +254,7 @@ class Storage:
 
     # Moving records
 
-    def _roll_over(self) -> None:
+    def _switch_logs(self) -> None:
         """Seal the active log at its last commit, and move what lies behind into the other log.
 
         Nothing becomes a commit by it: the manifest names other logs for the same state.
@@ -300,21 +298,24 @@ class Storage:
 
     def begin_merge(self) -> Merge | None:
         """Have the sealed log merged in the background, if there is one that may be."""
-        if self._logs.sealed and not self.manifest.history.behind:
+        if self._logs.sealed and not self.manifest.history.unmerged:
             self._chunks.begin_merge(self._logs.other)
         return self._chunks.merge
 
     def _give_up_commits(self) -> None:
         """Keep no commit that does not contain the sealed log whole, so that it may be merged."""
-        behind = self.manifest.history.behind
-        if behind:
-            names = ", ".join(f"{commit.number} (step {commit.step})" for commit in behind)
-            warnings.warn(
+        history = self.manifest.history
+        if not history.unmerged:
+            return
+        # The former checkpoint's is only for the time until the newest is a file.
+        told = [c for c in history.unmerged if c.number not in history.checkpoints[:-1]]
+        if told:
+            names = ", ".join(f"{commit.number} (step {commit.step})" for commit in told)
+            warn(
                 f"{self.store.path}: merging the log gives up commit {names}, which rollback could "
-                f"return to until now; snapshot() keeps a commit for good",
-                stacklevel=2,
+                f"return to until now; snapshot() keeps a commit for good"
             )
-            self._name_history(self.manifest.history.given_up())
+        self._name_history(history.given_up())
 
     def settle(self) -> None:
         """Use what a merge has finished; it costs nothing where that is nothing."""
@@ -356,31 +357,27 @@ class Storage:
 
     # Going back, and growing: the table reads all of the store anew then
 
-    def roll_back(self, number: int) -> None:
+    def rollback(self, number: int) -> None:
         """Name an earlier commit as the newest; what came after it is lost.
 
         Raises:
             StoreError: it is not kept.
             OSError: the disk is full, or failed; nothing has changed.
         """
-        target = self.manifest.history.find(number)
+        history = self.manifest.history
+        target = history.find(number, self.store.path)
         self.store.sync()
         self.stop_merge()
         if target != self.manifest.commit:
-            history = self.manifest.history.back_to(target.number)
+            history = history.rolled_back(target)
             self.store.write_manifest(replace(self.manifest, history=history))
 
-    def resize(self, num_embeddings: int) -> None:
-        """Commit another number of rows; a commit of all records comes before."""
+    def resize(self, facts: Facts) -> None:
+        """Commit another number of rows, right behind `store_all`."""
         self.stop_merge()
-        history = self.manifest.history
-        commit = replace(
-            history.newest,
-            number=history.next_number,
-            num_embeddings=num_embeddings,
-            created=time.time(),
-        )
-        self.store.resize(replace(self.manifest, history=history.added(commit)))
+        logs = self._logs.states(seal=False)
+        history = self.manifest.history.added(facts, logs, self._branch)
+        self.store.resize(replace(self.manifest, history=history))
 
     # Life
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import warnings
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -20,8 +19,10 @@ from . import claim, durable
 from .arrays import array_facts, lengthen, make_arrays, read_metadata
 from .disk_facts import free_bytes, warn_of_network
 from .errors import CorruptStoreError, FormatError
+from .lock import DirectoryLock, lock_holder
 from .log import ALIGNMENT
 from .manifest import ATTRIBUTE, Layout, Manifest
+from .warning import warn
 
 # Each is mapped, and a process may have 65,530 maps on most systems.
 _MOST_FILES = 32_768
@@ -35,19 +36,21 @@ class Store:
         manifest: the newest state that this object read or wrote.
         layout: sizes.
         writable: opened with ``"r+"`` or created.
+        pinned: of a reader, whether it was asked for one commit by its number.
     """
 
-    def __init__(
-        self, path: Path, lock: durable.DirectoryLock | None, commit: int | None = None
-    ) -> None:
+    def __init__(self, path: Path, lock: DirectoryLock | None, commit: int | None = None) -> None:
         self.path = path
+        self.pinned = commit is not None
         self._lock = lock
         # Whether the name of the manifest is known to be durable.
         self._synced = False
         self._found, self._written = self._read()
         self.manifest = self._found
         if commit is not None:
-            self.manifest = replace(self._found, history=self._found.history.until(commit))
+            history = self._found.history
+            history = history.until(history.find(commit, path))
+            self.manifest = replace(self._found, history=history)
         self.layout = self._read_layout()
 
     @property
@@ -116,7 +119,7 @@ class Store:
         if mode == "r":
             return cls(path, None, commit)
         warn_of_network(path)
-        lock = durable.DirectoryLock(path, claim.holder_file(path))
+        lock = DirectoryLock(path, claim.holder_file(path))
         try:
             return cls(path, lock)
         except BaseException:
@@ -176,7 +179,7 @@ class Store:
         _rename_manifest(self.path, data)
         # From here on this is the state, though a power cut could still undo it.
         self._written, self._found, self.manifest = data, manifest, manifest
-        self.layout = replace(self.layout, num_embeddings=manifest.num_embeddings)
+        self.layout = self._layout_of(manifest.num_embeddings)
         self._synced = False
         self.sync()
 
@@ -194,28 +197,31 @@ class Store:
         _rename_manifest(path, _metadata(self._foreign_attributes(), self.manifest))
         durable.sync_directory(path)
 
-    def check_growth(self, num_embeddings: int) -> None:
-        """Refuse fewer rows, and more than files of this size are good for.
+    def grown(self, num_embeddings: int) -> Layout:
+        """The layout with more rows; fewer are refused, and more than its files are good for.
 
         Raises:
             ValueError: both numbers are named.
         """
-        rows, layout = self.manifest.num_embeddings, self.layout
+        rows, layout = self.manifest.num_embeddings, self._layout_of(num_embeddings)
         if num_embeddings < rows:
             raise ValueError(f"a table of {rows:,} rows cannot shrink to {num_embeddings:,}")
-        num_files = replace(layout, num_embeddings=num_embeddings).num_files
-        if num_files > _MOST_FILES:
+        if layout.num_files > _MOST_FILES:
             raise ValueError(
-                f"{num_embeddings:,} rows would make up to {num_files:,} files of "
+                f"{num_embeddings:,} rows would make up to {layout.num_files:,} files of "
                 f"{layout.chunk_rows:,} rows each, {_MOST_FILES:,} are possible: make a new table "
                 f"of that size, which has larger ones, and copy the rows"
             )
+        return layout
 
     def resize(self, manifest: Manifest) -> None:
         """Replace ``zarr.json`` by a manifest with another number of rows; arrays grow before."""
-        layout = replace(self.layout, num_embeddings=manifest.num_embeddings)
-        lengthen(self.path, layout)
+        lengthen(self.path, self._layout_of(manifest.num_embeddings))
         self.write_manifest(manifest)
+
+    def _layout_of(self, num_embeddings: int) -> Layout:
+        """The sizes with another number of rows, in files of the same size."""
+        return replace(self.layout, num_embeddings=num_embeddings)
 
     def drop_leftovers(self) -> None:
         """Unlink temporary files of a killed writer, and chunk files it never came to name."""
@@ -237,13 +243,11 @@ class Store:
             metadata = json.loads(found)
             attributes = dict(metadata["attributes"])
         except (OSError, ValueError, KeyError, TypeError):
-            warnings.warn(f"{path} was damaged since the last commit: replaced", stacklevel=2)
+            warn(f"{path} was damaged since the last commit: replaced")
             return {}
         written = json.loads(self._written)["attributes"][ATTRIBUTE]
         if found != self._written and attributes.get(ATTRIBUTE) != written:
-            warnings.warn(
-                f"{path} held another state than the last commit wrote: replaced", stacklevel=2
-            )
+            warn(f"{path} held another state than the last commit wrote: replaced")
         attributes.pop(ATTRIBUTE, None)
         return attributes
 
@@ -315,7 +319,7 @@ def chunk_files(path: Path) -> list[int]:
 
 def holder(path: Path) -> str | None:
     """Who has the store open for writing, in words, or None."""
-    return durable.lock_holder(path, claim.holder_file(path))
+    return lock_holder(path, claim.holder_file(path))
 
 
 def _rows_per_file(folder: Path) -> int:
@@ -369,8 +373,7 @@ def _warn_if_short_of_space(path: Path, layout: Layout) -> None:
     log = 2 * layout.log_limit * layout.record_bytes
     free = free_bytes(path)
     if free < table + log:
-        warnings.warn(
+        warn(
             f"{path}: once all rows are trained the table takes {table / 1e9:.1f} GB and its logs "
-            f"up to {log / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free",
-            stacklevel=5,
+            f"up to {log / 1e9:.1f} GB, the disk has {free / 1e9:.1f} GB free"
         )

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .errors import StoreError
 from .ids import check_range
 from .manifest import VERSION_FIELD
 from .table import Table
@@ -85,10 +86,20 @@ class RowView:
             self._table.assign(self._field, part, values[places])
 
     def blocks(self, block_rows: int = _BLOCK_ROWS) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield ``(start, rows)`` from the first row to the last, ``block_rows`` at a time."""
+        """Yield ``(start, rows)`` from the first row to the last, ``block_rows`` at a time.
+
+        Raises:
+            StoreError: the table went back to another commit meanwhile.
+        """
         if block_rows < 1:
             raise ValueError(f"block_rows must be at least 1, got {block_rows}")
+        rollbacks = self._table.rollbacks
         for start in range(0, len(self), block_rows):
+            if self._table.rollbacks != rollbacks:
+                raise StoreError(
+                    f"{self._table.store.path} went back to another commit while its rows were "
+                    f"being walked over: begin anew"
+                )
             yield start, self[start : start + block_rows]
 
     def __iter__(self) -> Iterator[torch.Tensor]:

@@ -37,6 +37,13 @@ def go_on(emb: DiskEmbedding, seed: int, until: int, *, commits: bool = True) ->
             emb.commit()
 
 
+def abandon(emb: DiskEmbedding) -> None:
+    """Leave a table as a killed process does: nothing is committed, the lock is free."""
+    emb._table._storage.stop_merge()
+    emb._table._guard.closed = True
+    emb._table.store.close()
+
+
 def named(path: Path) -> dict[int, dict[str, Any]]:
     """The commits that a manifest names, by number."""
     return {commit["commit"]: commit for commit in store_files.manifest(path)["commits"]}

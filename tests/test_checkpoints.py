@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import errno
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -13,6 +15,7 @@ import going_back
 import numpy as np
 import pytest
 import store_files
+import system_calls
 import torch
 import workload
 from going_back import create, go_on, open_again
@@ -61,11 +64,15 @@ def test_the_commit_handed_out_can_be_returned_to_whatever_commits_follow(
     assert report.verify(path) == []
 
 
-def test_a_merge_waits_for_the_next_checkpoint(path: Path, states: list[workload.State]) -> None:
+def test_a_merge_waits_until_both_checkpoints_have_the_sealed_log(
+    path: Path, states: list[workload.State]
+) -> None:
     with create(path) as emb:
         emb.state_dict()
         go_on(emb, SEED, 40)
         assert going_back.is_sealed(path)
+        emb.state_dict()
+        go_on(emb, SEED, 41)
         assert not store_files.chunk_files(path)
         assert emb.stats().merges == 0
         emb.state_dict()
@@ -102,6 +109,127 @@ def test_at_the_hard_bound_the_checkpoint_is_given_up_with_a_warning_and_trainin
         with pytest.raises(RuntimeError, match="does not keep that commit any more"):
             emb.load_state_dict(saved)
     assert report.verify(path) == []
+
+
+def test_where_a_checkpoint_never_becomes_a_file_the_former_one_can_be_returned_to(
+    path: Path, states: list[workload.State]
+) -> None:
+    with create(path) as emb:
+        go_on(emb, SEED, 5)
+        saved = emb.state_dict()
+        go_on(emb, SEED, 9)
+        emb.state_dict()  # the process ends in torch.save
+        going_back.abandon(emb)
+    with open_again(path) as emb:
+        assert emb.commits() == {5: 5, 9: 9}
+        ooc_embed.rollback(emb, saved)
+        workload.assert_table_is(emb, states[5])
+        emb.load_state_dict(saved)
+
+
+def test_a_checkpoint_that_a_failed_merge_stops_is_not_held_fast(
+    path: Path, states: list[workload.State]
+) -> None:
+    with create(path) as emb:
+        go_on(emb, SEED, 2)
+        saved = [emb.state_dict()]
+        go_on(emb, SEED, 4)
+        saved.append(emb.state_dict())
+        emb.flush()
+
+        def fail(name: str, arguments: tuple[Any, ...]) -> None:
+            if name == "rename" and "/c." in str(arguments[1]):
+                raise OSError(errno.EIO, "failing on purpose")
+
+        go_on(emb, SEED, 6)
+        saved = [emb.state_dict()]
+        with system_calls.watched(path, fail), pytest.raises(OSError, match="on purpose"):
+            emb.flush()
+        for step in (7, 8):
+            go_on(emb, SEED, step, commits=False)
+            merging = emb._table._storage.begin_merge()
+            assert merging is not None
+            merging.fail(OSError(errno.EIO, "failing on purpose"))
+            with pytest.raises(OSError, match="on purpose") as caught:
+                emb.state_dict()
+            assert "All steps up to here were committed" in caught.value.__notes__[-1]
+            assert max(emb.commits().values()) == step
+        assert 6 in emb.commits().values()
+        ooc_embed.rollback(emb, saved[-1])
+        workload.assert_table_is(emb, states[6])
+
+
+@pytest.mark.parametrize("made_by", ["snapshot", "copy of the folder"])
+def test_a_checkpoint_of_a_copy_is_refused_by_its_original_and_the_other_way_round(
+    path: Path, tmp_path: Path, made_by: str
+) -> None:
+    """Both have the same table id, the same numbers and the same steps."""
+    with create(path, keep=9) as emb:
+        go_on(emb, SEED, 3)
+        shared = emb.state_dict()
+        if made_by == "snapshot":
+            emb.snapshot(tmp_path / "s.zarr")
+        else:
+            emb.close()
+            store_files.copied(path, tmp_path / "s.zarr")
+    with open_again(path) as emb, open_again(tmp_path / "s.zarr") as other:
+        for each, seed in ((emb, 5), (other, 6)):
+            each.load_state_dict(shared)
+            go_on(each, seed, 5)
+        saved = [each.state_dict() for each in (emb, other)]
+        assert [going_back.read_word(each)["commit"] for each in saved] == [5, 5]
+        assert emb.path != other.path
+        for each, own, foreign in ((emb, *saved), (other, *reversed(saved))):
+            each.load_state_dict(own)
+            assert "a copy of the store made it" in messages(each, foreign)
+            before = each.weight[:]
+            with pytest.raises(StoreError, match="is another one than that of the checkpoint"):
+                ooc_embed.rollback(each, foreign)
+            assert torch.equal(each.weight[:], before)
+            ooc_embed.rollback(each, shared)
+            assert each.step == 3
+
+
+def test_a_checkpoint_stays_good_at_its_step_whatever_hyper_parameters_were_committed_since(
+    path: Path,
+) -> None:
+    """As of a frozen table with a scheduler: the commit may be gone, its rows are the table's."""
+    with create(path) as emb:
+        go_on(emb, SEED, 3)
+        saved = emb.state_dict()
+        for rate in (0.5, 0.4, 0.3, 0.2):
+            emb.optimizer.param_groups[0]["lr"] = rate
+            emb.state_dict()
+        assert going_back.read_word(saved)["commit"] not in emb.commits()
+        emb.load_state_dict(saved)
+    with open_again(path) as emb:
+        emb.load_state_dict(saved)
+
+
+def test_a_checkpoint_from_before_there_were_branches_loads(path: Path) -> None:
+    with create(path) as emb:
+        go_on(emb, SEED, 3)
+        words = going_back.word_of(emb)
+    del words["branch"]
+    old = {WORD: torch.tensor(list(json.dumps(words).encode()), dtype=torch.uint8)}
+    metadata = json.loads((path / "zarr.json").read_text())
+    for key in ("checkpoints", "branches", "last_number"):
+        del metadata["attributes"]["ooc_embed"][key]
+    (path / "zarr.json").write_text(json.dumps(metadata))
+    with open_again(path) as emb:
+        emb.load_state_dict(old)
+        go_on(emb, SEED, 4)
+        emb.state_dict()
+        messages(emb, old)
+
+
+def test_lowering_keep_commits_lets_a_merge_begin_that_waited(path: Path) -> None:
+    with create(path, keep=50) as emb:
+        go_on(emb, SEED, 40)
+        assert going_back.is_sealed(path)
+        assert emb._table._storage.begin_merge() is None
+        emb.keep_commits = 1
+        assert emb._table._storage.begin_merge() is not None
 
 
 def test_a_flush_gives_up_what_is_kept_with_a_warning(
@@ -197,10 +325,16 @@ def test_a_checkpoint_of_an_earlier_commit_is_refused_and_the_error_says_how_to_
         emb.rollback(4)
         emb.load_state_dict(saved)
         emb.state_dict()
-        go_on(emb, SEED, 8)
-        emb.state_dict()
+        for step in (7, 8):
+            go_on(emb, SEED, step)
+            later = emb.state_dict()
         go_on(emb, SEED, 9)
         assert "does not keep" in messages(emb, saved)
+        with DiskEmbedding.open(path, mode="r") as reader:
+            number = going_back.read_word(later)["commit"]
+            assert f"commit={number}) reads it" in messages(reader, later)
+            with DiskEmbedding.open(path, "r", commit=number) as earlier:
+                earlier.load_state_dict(later)
 
 
 def test_a_checkpoint_of_a_commit_that_a_rollback_took_back_is_refused_at_the_same_step_too(
@@ -212,14 +346,14 @@ def test_a_checkpoint_of_a_commit_that_a_rollback_took_back_is_refused_at_the_sa
         emb.rollback(3)
         go_on(emb, SEED + 1, 6)
         assert emb.step == going_back.read_word(undone)["step"] == 6
-        assert "rollback took that commit back" in messages(emb, undone)
-        with pytest.raises(StoreError, match="commit 6 is not kept"):
+        assert "a rollback took it back" in messages(emb, undone)
+        with pytest.raises(StoreError, match=r"commit 6 of .*t.zarr is not kept"):
             ooc_embed.rollback(emb, undone)
         kept = emb.state_dict()
         emb.load_state_dict(kept)
     with open_again(path) as emb:
         emb.load_state_dict(kept)
-        assert "rollback took that commit back" in messages(emb, undone)
+        assert "a rollback took it back" in messages(emb, undone)
 
 
 @pytest.mark.parametrize("word", [None, {}, [1], {"table_id": "x", "commit": 0, "step": 0}])
@@ -228,7 +362,7 @@ def test_what_is_no_checkpoint_of_this_table_is_refused(path: Path, word: Any) -
         messages(emb, {WORD: word})
         with pytest.raises(StoreError):
             ooc_embed.rollback(emb, {WORD: word})
-        with pytest.raises(KeyError):
+        with pytest.raises(KeyError, match="no '_extra_state'.* has a table"):
             ooc_embed.rollback(emb, {})
 
 
@@ -330,9 +464,9 @@ def _read_only(model: Two) -> None:
 
 
 def _forgotten(model: Two) -> None:
-    model.items.state_dict()
-    model(torch.tensor([1]), torch.tensor([1])).sum().backward()
-    model.items.commit()
+    for _ in range(3):
+        model(torch.tensor([1]), torch.tensor([1])).sum().backward()
+        model.items.state_dict()
 
 
 def _undone(model: Two) -> None:

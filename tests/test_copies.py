@@ -58,6 +58,23 @@ def test_pickle_carries_the_path_and_opens_read_only(make_table, stores):
     assert emb.step == 3
 
 
+def test_pickled_reader_of_an_earlier_commit_opens_that_one(make_table, open_table):
+    emb = make_table(keep_commits=5)
+    for _ in range(3):
+        emb(torch.tensor([1, 2])).sum().backward()
+        emb.commit()
+    for number in (1, None):
+        reader = open_table(emb.path, mode="r", commit=number)
+        carried = pickle.dumps(reader)
+        emb(torch.tensor([1])).sum().backward()
+        emb.commit()
+        again = pickle.loads(carried)
+        assert again.step == (emb.step if number is None else 1)
+        if number is not None:
+            assert torch.equal(again.weight[:], reader.weight[:])
+        again.close()
+
+
 def test_pickled_model_keeps_the_options_of_its_lookups(make_table, stores):
     emb = make_table(padding_idx=2)
     emb.commit()

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ram_reference import RamTable, assert_same, train_both
 
-from ooc_embed import DiskEmbedding, SparseAdam, evictor
+from ooc_embed import CorruptStoreError, DiskEmbedding, SparseAdam, evictor
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -145,17 +145,26 @@ def test_a_batch_larger_than_the_cache_waits_for_the_thread(pair, gate):
     assert_same(*pair)
 
 
-def test_a_full_disk_in_the_thread_is_told_by_the_step_that_needs_room(pair, monkeypatch):
+@pytest.mark.filterwarnings("error")  # a thread that ends with a traceback is one
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        CorruptStoreError("No space left, or something else"),
+        MemoryError("No space left, of memory"),
+    ],
+)
+def test_what_fails_in_the_thread_is_told_by_the_step_that_needs_room(pair, monkeypatch, error):
     emb, ram = pair
     write = emb._table._storage.write
 
     def full(*args: object) -> object:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        raise error
 
     monkeypatch.setattr(emb._table._storage, "write", full)
     fill_cache(pair)
     ids = torch.arange(ROWS - 500, ROWS)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(type(error), match="No space left"):
         emb(ids)
     assert emb.step == ram.step
     monkeypatch.setattr(emb._table._storage, "write", write)

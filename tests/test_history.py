@@ -14,14 +14,19 @@ import store_files
 import torch
 
 from ooc_embed import DiskEmbedding, FormatError, StoreError, report
-from ooc_embed.history import Commit, History
+from ooc_embed.history import Commit, Facts, History
 from ooc_embed.log import LogState
 
 LOG = LogState(0)
+PATH = Path("t.zarr")
+
+
+def facts(step: int) -> Facts:
+    return Facts(step=step, rows_written=0, param_groups=[{"lr": 0.1}], num_embeddings=100)
 
 
 def commit(number: int, *logs: LogState) -> Commit:
-    return Commit(number, 10 * number, 0, [{"lr": 0.1}], 100, logs or (LOG,), 0.0, "1")
+    return Commit.now(number, facts(10 * number), logs or (LOG,))
 
 
 def history(*numbers: int, keep: int = 1) -> History:
@@ -32,11 +37,15 @@ def numbers(kept: History) -> list[int]:
     return [commit.number for commit in kept.commits]
 
 
-def more(kept: History, *numbers: int) -> History:
+def more(kept: History, count: int = 1, branch: str = "a") -> History:
     """With commits behind the newest, in its logs."""
-    for number in numbers:
-        kept = kept.added(replace(kept.newest, number=number))
+    for _ in range(count):
+        kept = kept.added(facts(10 * kept.next_number), kept.newest.logs, branch)
     return kept
+
+
+def back(kept: History, number: int) -> History:
+    return kept.rolled_back(kept.find(number, PATH))
 
 
 def prefix(records: int, generation: int = 0) -> LogState:
@@ -48,9 +57,7 @@ def prefix(records: int, generation: int = 0) -> LogState:
 
 @pytest.mark.parametrize(("keep", "want"), [(1, [9]), (2, [8, 9]), (4, [6, 7, 8, 9])])
 def test_as_many_of_the_newest_are_kept_as_asked(keep: int, want: list[int]) -> None:
-    kept = history(0, keep=keep)
-    for number in range(1, 10):
-        kept = kept.added(commit(number))
+    kept = more(history(0, keep=keep), 9)
     assert numbers(kept) == want
     assert kept.newest.number == 9
 
@@ -59,53 +66,67 @@ def test_fewer_are_kept_as_soon_as_asked_and_more_only_from_then_on() -> None:
     kept = history(3, 4, 5, 6, keep=4).keeping(2)
     assert numbers(kept) == [5, 6]
     assert numbers(kept.keeping(4)) == [5, 6]
-    assert numbers(kept.keeping(4).added(commit(7))) == [5, 6, 7]
+    assert numbers(more(kept.keeping(4))) == [5, 6, 7]
 
 
 @pytest.mark.parametrize("keep", [1, 3])
-def test_the_commit_handed_out_last_stays_beyond_the_others(keep: int) -> None:
-    kept = history(0, keep=keep).handed_out()
-    for number in range(1, 8):
-        kept = kept.added(commit(number))
+def test_the_two_commits_handed_out_last_stay_beyond_the_others(keep: int) -> None:
+    kept = more(history(0, keep=keep).handed_out(), 7)
     assert numbers(kept) == [0, *range(8 - keep, 8)]
-    kept = kept.handed_out().added(commit(8))
-    assert 0 not in numbers(kept)
-    assert numbers(kept.keeping(1)) == [7, 8]
+    kept = more(kept.handed_out(), 5)
+    assert numbers(kept) == [0, 7, *range(13 - keep, 13)]
+    assert kept.checkpoints == (0, 7)
+    kept = kept.handed_out()
+    assert kept.checkpoints == (7, 12)
+    assert kept.handed_out() == kept
+    assert numbers(more(kept.keeping(1))) == [7, 12, 13]
 
 
 def test_a_number_is_never_given_twice() -> None:
     kept = history(2, 3, 4, 5, keep=9)
     assert kept.next_number == 6
-    kept = kept.back_to(3)
+    kept = back(kept, 3)
     assert kept.next_number == 6
-    kept = more(kept, 6).back_to(2)
+    kept = back(more(kept), 2)
     assert kept.next_number == 7
-    assert kept.back_to(2).next_number == 7
+    assert back(kept, 2).next_number == 7
 
 
-def test_what_rollbacks_took_back_stays_known_and_nothing_else() -> None:
-    kept = history(0, 1, 2, 3, 4, keep=9).back_to(2)
-    kept = more(more(kept, 5, 6).back_to(5), 7)
-    undone = [number for number in range(12) if kept.was_undone(number)]
-    assert undone == [3, 4, 6]
-    assert numbers(kept) == [0, 1, 2, 5, 7]
-    kept = kept.back_to(1)
-    assert [number for number in range(12) if kept.was_undone(number)] == [2, 3, 4, 5, 6, 7]
-    assert len(kept.undone) == 1
+def test_each_commit_has_the_word_of_its_writer_until_a_rollback_takes_it_back() -> None:
+    kept = more(more(history(0, keep=9), 2, "a"), 2, "b")
+    words = [kept.branch_of(number) for number in range(6)]
+    assert words == [None, "a", "a", "b", "b", None]
+    kept = back(kept, 2)
+    assert [kept.branch_of(number) for number in range(6)] == [None, "a", "a", None, None, None]
+    kept = more(kept, 2, "c")
+    assert numbers(kept) == [0, 1, 2, 5, 6]
+    assert [kept.branch_of(number) for number in range(2, 7)] == ["a", "c", "c", "c", "c"]
+    kept = back(kept, 1)
+    assert kept.branches == ((1, "a"),)
+    assert back(kept, 0).branches == ()
 
 
-def test_a_rollback_behind_the_commit_handed_out_forgets_that() -> None:
-    kept = history(0, 1, 2, keep=9).handed_out().added(commit(3))
-    assert kept.checkpoint == 2
-    assert kept.back_to(2).checkpoint == 2
-    assert kept.back_to(1).checkpoint is None
+def test_words_do_not_grow_without_bound() -> None:
+    kept = history(0)
+    for number in range(1, 1000):
+        kept = more(kept, branch=f"word {number}")
+        assert kept.branch_of(number) == f"word {number}"
+        kept.check()
+    assert 100 < len(kept.branches) < 300
+
+
+def test_a_rollback_behind_a_commit_handed_out_forgets_that() -> None:
+    kept = more(more(history(0, 1, keep=9).handed_out()).handed_out())
+    assert kept.checkpoints == (1, 2)
+    assert back(kept, 2).checkpoints == (1, 2)
+    assert back(kept, 1).checkpoints == (1,)
+    assert back(kept, 0).checkpoints == ()
 
 
 def test_a_commit_that_is_not_kept_is_an_error_that_names_those_that_are() -> None:
     kept = history(4, 7, keep=2)
-    for attempt in (kept.find, kept.until, kept.back_to):
-        with pytest.raises(StoreError, match=r"commit 5 .*4 \(step 40\), 7 \(step 70\)"):
-            attempt(5)
+    with pytest.raises(StoreError, match=r"commit 5 of t.zarr .*4 \(step 40\), 7 \(step 70\)"):
+        kept.find(5, PATH)
     assert 7 in kept
     assert 5 not in kept
 
@@ -127,19 +148,19 @@ def sealed_history() -> History:
     )
 
 
-def test_commits_that_lack_a_part_of_the_sealed_log_are_behind_it() -> None:
+def test_commits_that_lack_a_part_of_the_sealed_log_keep_it_from_being_merged() -> None:
     kept = sealed_history()
     kept.check()
-    assert [commit.number for commit in kept.behind] == [1]
+    assert [commit.number for commit in kept.unmerged] == [1]
     assert numbers(kept.given_up()) == [2, 3, 4]
-    assert kept.given_up().behind == ()
-    assert history(0, 1, 2, keep=3).behind == ()
+    assert kept.given_up().unmerged == ()
+    assert history(0, 1, 2, keep=3).unmerged == ()
 
 
 def test_giving_up_the_commit_handed_out_forgets_it() -> None:
-    kept = replace(sealed_history(), checkpoint=1)
-    assert kept.given_up().checkpoint is None
-    assert replace(kept, checkpoint=2).given_up().checkpoint == 2
+    kept = replace(sealed_history(), checkpoints=(1, 3))
+    assert kept.given_up().checkpoints == (3,)
+    assert replace(kept, checkpoints=(2, 3)).given_up().checkpoints == (2, 3)
 
 
 def test_a_merge_leaves_every_commit_the_prefix_of_the_active_log_that_it_had() -> None:
@@ -155,22 +176,22 @@ def test_a_merge_leaves_every_commit_the_prefix_of_the_active_log_that_it_had() 
 @pytest.mark.parametrize("number", [1, 2, 3])
 def test_going_back_names_other_generations_in_the_same_folders(number: int) -> None:
     kept = sealed_history()
-    back = kept.back_to(number)
-    back.check()
-    assert numbers(back) == list(range(1, number + 1))
-    for old, new in zip(kept.commits, back.commits, strict=False):
+    gone_back = back(kept, number)
+    gone_back.check()
+    assert numbers(gone_back) == list(range(1, number + 1))
+    for old, new in zip(kept.commits, gone_back.commits, strict=False):
         for was, is_now in zip(old.logs, new.logs, strict=False):
             assert is_now.records == was.records
             assert is_now.generation == was.generation + 2
     # Whose merge may have begun stays sealed; else the log takes appends again.
-    assert len(back.newest.logs) == (1 if number == 1 else 2)
+    assert len(gone_back.newest.logs) == (1 if number == 1 else 2)
 
 
 # JSON
 
 
 def test_a_history_survives_json() -> None:
-    kept = replace(sealed_history().back_to(2), checkpoint=1)
+    kept = more(replace(back(sealed_history(), 2), checkpoints=(1,)))
     assert History.from_json(json.loads(json.dumps(kept.to_json()))) == kept
 
 
@@ -192,16 +213,18 @@ NONSENSE: dict[str, Change] = {
     ),
     "a step that is no number": lambda m: m["commits"][0].update(step="5"),
     "a rate that no rule takes": lambda m: m["commits"][0]["param_groups"][0].update(lr=-1.0),
-    "a checkpoint that is not there": lambda m: m.update(checkpoint=77),
-    "a checkpoint that is no number": lambda m: m.update(checkpoint="2"),
+    "a checkpoint that is not there": lambda m: m.update(checkpoints=[77]),
+    "a checkpoint that is no number": lambda m: m.update(checkpoints=["2"]),
+    "checkpoints that are no list": lambda m: m.update(checkpoints=2),
     "keeping none": lambda m: m.update(keep_commits=0),
     "keeping a half": lambda m: m.update(keep_commits=1.5),
-    "undone, a number": lambda m: m.update(undone=7),
-    "undone, nothing": lambda m: m.update(undone=None),
-    "undone, half a pair": lambda m: m.update(undone=[[7]]),
-    "undone, no numbers": lambda m: m.update(undone=[["7", "8"]]),
-    "undone, backwards": lambda m: m.update(undone=[[9, 7]]),
-    "undone, and kept": lambda m: m.update(undone=[[1, 9]]),
+    "branches, a number": lambda m: m.update(branches=7),
+    "branches, half a pair": lambda m: m.update(branches=[[1]]),
+    "branches, no number": lambda m: m.update(branches=[["1", "a"]]),
+    "branches, no word": lambda m: m.update(branches=[[1, 2]]),
+    "branches, backwards": lambda m: m.update(branches=[[3, "a"], [1, "b"]]),
+    "branches, not there yet": lambda m: m.update(branches=[[99, "a"]]),
+    "a last number that is none": lambda m: m.update(last_number="9"),
 }
 
 
@@ -239,7 +262,7 @@ def test_a_manifest_from_before_there_was_a_history_opens_and_keeps_one_commit(
 ) -> None:
     def age(manifest: dict[str, Any]) -> None:
         del manifest["commits"][:-1]
-        for key in ("keep_commits", "checkpoint", "undone"):
+        for key in ("keep_commits", "checkpoints", "branches", "last_number"):
             del manifest[key]
         for log in manifest["commits"][-1]["logs"]:
             del log["inherited"]

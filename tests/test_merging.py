@@ -561,7 +561,7 @@ def test_the_error_of_a_merge_says_that_the_commit_was_made(
     wait_for_merge(pair.emb)
     with pytest.raises(OSError, match="No space left") as caught:
         pair.emb.commit()
-    assert "a commit was made" in caught.value.__notes__[0]
+    assert "were committed all the same" in caught.value.__notes__[1]
 
 
 @pytest.mark.parametrize("started", [0, 1, 2])
@@ -626,46 +626,6 @@ def test_a_step_that_needs_the_failed_merge_does_it_again(
         pair.train()
     pair.check()
     pair.emb.commit()
-    pair.finish()
-
-
-def _flip(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[100] ^= 1
-    _replace(path, bytes(data))
-
-
-def _shorten(path: Path) -> None:
-    _replace(path, path.read_bytes()[:-4096])
-
-
-def _replace(path: Path, data: bytes) -> None:
-    """By a new file: a table maps the old one, and must not lose pages under its feet."""
-    path.unlink()
-    path.write_bytes(data)
-
-
-@pytest.mark.parametrize("damage", [_flip, _shorten])
-def test_nothing_is_merged_into_a_chunk_that_was_damaged_until_it_is_mended(
-    pair: Pair, damage: Callable[[Path], None]
-) -> None:
-    chunk = pair.path / "table" / "c.4.0"
-    kept = chunk.read_bytes()
-    damage(chunk)
-    damaged = chunk.read_bytes()
-    pair.seal()
-    for _ in range(2):
-        wait_for_merge(pair.emb)
-        with pytest.raises(CorruptStoreError, match=r"c\.4\.0"):
-            pair.emb.commit()
-        assert chunk.read_bytes() == damaged
-        pair.check()
-        pair.train()
-        pair.emb.commit()
-    wait_for_merge(pair.emb)
-    _replace(chunk, kept)
-    with pytest.raises(CorruptStoreError):
-        pair.emb.flush()
     pair.finish()
 
 

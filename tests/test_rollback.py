@@ -142,7 +142,7 @@ def test_a_writer_may_open_at_an_earlier_commit(
         assert emb.commit() == 20
         go_on(emb, SEED, 22)
         assert list(emb.commits())[-2:] == [41, 42], "a number was given twice"
-    with pytest.raises(StoreError, match="commit 30 is not kept"):
+    with pytest.raises(StoreError, match=r"commit 30 of .*t.zarr is not kept"):
         open_again(path, commit=30)
     with open_again(path, commit=42) as emb:
         workload.assert_table_is(emb, states[22])
@@ -197,7 +197,7 @@ def test_a_reader_opens_an_earlier_commit_and_keeps_to_it_whatever_the_writer_do
         workload.assert_table_is(reader, states[number])
         assert going_back.word_of(reader)["commit"] == number
         reader.close()
-    with pytest.raises(StoreError, match="commit 4 is not kept"):
+    with pytest.raises(StoreError, match=r"commit 4 of .*t.zarr is not kept"):
         DiskEmbedding.open(path, "r", commit=4)
 
 
@@ -236,8 +236,7 @@ def test_a_killed_rollback_leaves_readers_and_links_of_the_commits_it_took_back_
 
         with system_calls.watched(path, lambda *_: None, die), pytest.raises(KeyboardInterrupt):
             emb.rollback(7)
-        emb._table._guard.closed = True  # as dead as a killed one
-        emb._table.store.close()
+        going_back.abandon(emb)
     with open_again(path) as emb:
         workload.assert_table_is(emb, states[7])
         emb.optimizer.param_groups[0]["lr"] = 0.5

@@ -34,7 +34,7 @@ from test_sync_order import Journal
 
 import ooc_embed
 from conftest import Stores
-from ooc_embed import DiskEmbedding, merging, report
+from ooc_embed import DiskEmbedding, disk_facts, merging, report, snapshot
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -160,6 +160,32 @@ def test_a_snapshot_on_another_file_system_is_a_copy(stores: Stores) -> None:
     run.emb.close()
 
 
+def test_another_disk_that_is_too_small_is_refused_before_anything_is_written(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, target = stores.new_path(), stores.new_path()
+    run = trained(path)
+    monkeypatch.setattr(snapshot, "on_same_disk", lambda *_: False)
+    monkeypatch.setattr(snapshot, "free_bytes", lambda _: 1000)
+    with pytest.raises(OSError, match=r"copy of [\d,]+ bytes, 1,000 bytes are free") as caught:
+        run.emb.snapshot(target)
+    assert caught.value.errno == errno.ENOSPC
+    assert not target.exists()
+    monkeypatch.setattr(snapshot, "on_same_disk", lambda *_: True)
+    run.emb.snapshot(target)
+    assert_is_whole(target)
+    run.emb.close()
+
+
+def test_a_network_disk_is_warned_of(stores: Stores, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = trained(stores.new_path())
+    monkeypatch.setattr(disk_facts, "file_system", lambda _: "nfs")
+    with pytest.warns(UserWarning, match="is on nfs, a network") as caught:
+        run.emb.snapshot(stores.new_path())
+    assert caught[0].filename == __file__
+    run.emb.close()
+
+
 @pytest.mark.parametrize("what", ["store", "open store", "file", "folder", "zarr", "itself"])
 def test_a_place_that_is_taken_is_refused_before_anything_is_written(
     stores: Stores, tmp_path: Path, what: str
@@ -185,6 +211,7 @@ def test_a_place_that_is_taken_is_refused_before_anything_is_written(
     with store_files.untouched(tmp_path), pytest.raises((FileExistsError, ValueError)) as caught:
         run.emb.snapshot(target)
     assert str(target) in str(caught.value)
+    assert "overwrite" not in str(caught.value)
     run.check()
     run.emb.close()
     if other is not None:

@@ -133,6 +133,21 @@ def test_every_commit_syncs_what_it_names_before_its_manifest(tmp_path: Path) ->
     assert journal.commits >= 5
 
 
+def test_a_growth_syncs_longer_arrays_and_their_folders_before_its_manifest(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "t.zarr"
+    journal = Journal(path)
+
+    def work(emb: DiskEmbedding) -> None:
+        workload.train(emb, torch.arange(100), torch.ones(100, 4).double())
+        emb.resize(9500)
+
+    run(path, journal, work)
+    assert journal.commits == 2
+    assert store_files.metadata(path, "table")["shape"][0] == 9500
+
+
 def test_a_merge_deletes_its_log_only_after_the_manifest_without_it_is_durable(
     tmp_path: Path,
 ) -> None:

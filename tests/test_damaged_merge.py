@@ -1,0 +1,155 @@
+"""A chunk file that was damaged while a log waits for its merge: it is never certified."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import system_calls
+import torch
+from test_merging import ROWS, Pair, sealed, wait_for_merge
+
+from ooc_embed import CorruptStoreError, DiskEmbedding, report
+from ooc_embed.storage import Storage
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Pair]:
+    pair = Pair(tmp_path / "t.zarr")
+    yield pair
+    pair.emb.close()
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[50] ^= 1  # of its first row
+    _replace(path, bytes(data))
+
+
+def _shorten(path: Path) -> None:
+    _replace(path, path.read_bytes()[:-4096])
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """By a new file: a table maps the old one, and must not lose pages under its feet."""
+    path.unlink()
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("damage", [_flip, _shorten])
+def test_nothing_is_merged_into_a_chunk_that_was_damaged_until_it_is_mended(
+    pair: Pair, damage: Callable[[Path], None]
+) -> None:
+    chunk = pair.path / "table" / "c.4.0"
+    kept = chunk.read_bytes()
+    damage(chunk)
+    damaged = chunk.read_bytes()
+    pair.seal()
+    for _ in range(2):
+        wait_for_merge(pair.emb)
+        with pytest.raises(CorruptStoreError, match=r"c\.4\.0"):
+            pair.emb.commit()
+        assert chunk.read_bytes() == damaged
+        pair.check()
+        pair.train()
+        pair.emb.commit()
+    wait_for_merge(pair.emb)
+    _replace(chunk, kept)
+    with pytest.raises(CorruptStoreError):
+        pair.emb.flush()
+    pair.finish()
+
+
+def _rollback(pair: Pair) -> None:
+    pair.emb.rollback()
+
+
+def _resize(pair: Pair) -> None:
+    pair.emb.resize(ROWS + 1)
+
+
+def _reopen(pair: Pair) -> None:
+    pair.emb.close()
+    pair.emb = DiskEmbedding.open(pair.path)
+
+
+@pytest.mark.parametrize("read_anew", [_rollback, _resize, _reopen])
+def test_a_damaged_chunk_stays_refused_though_the_store_is_read_anew(
+    pair: Pair, read_anew: Callable[[Pair], None]
+) -> None:
+    """What is damaged is a row that the sealed log does not have."""
+    chunk = pair.path / "table" / "c.4.0"
+    kept = chunk.read_bytes()
+    pair.train_rows(torch.arange(4 * 1024 + 1, ROWS))
+    _flip(chunk)
+    damaged = chunk.read_bytes()
+    with pytest.raises(CorruptStoreError, match=r"c\.4\.0"):
+        pair.emb.flush()
+    assert sealed(pair.path)
+    read_anew(pair)
+    for _ in range(2):
+        with pytest.raises(CorruptStoreError, match=r"c\.4\.0"):
+            pair.emb.flush()
+        assert chunk.read_bytes() == damaged
+        assert [problem for problem in report.verify(pair.path) if "c.4.0" in problem]
+    _replace(chunk, kept)
+    pair.emb.flush()
+    assert report.verify(pair.path) == []
+    torch.testing.assert_close(pair.emb.weight[:ROWS], pair.ram.weight)
+
+
+def test_merged_rows_that_were_damaged_before_their_merge_ended_are_found(pair: Pair) -> None:
+    """The merge had replaced their file, so that the manifest has no checksum of it yet."""
+    pair.train_rows(torch.arange(0, ROWS, 3))
+
+    def fail_late(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "rename" and "c.5.0" in str(arguments[1]):
+            raise OSError(errno.EIO, "failing on purpose")
+
+    with (
+        system_calls.watched(pair.path, fail_late),
+        pytest.raises(OSError, match="on purpose"),
+    ):
+        pair.emb.flush()
+    assert report.verify(pair.path) == []
+    pair.emb.close()
+    chunk = pair.path / "table" / "c.0.0"
+    kept = chunk.read_bytes()
+    _flip(chunk)
+    with DiskEmbedding.open(pair.path) as emb:
+        with pytest.raises(CorruptStoreError, match=r"c\.0\.0"):
+            emb.flush()
+        assert [problem for problem in report.verify(pair.path) if "c.0.0" in problem]
+        _replace(chunk, kept)
+        emb.flush()
+        torch.testing.assert_close(emb.weight[:], pair.ram.weight)
+    assert report.verify(pair.path) == []
+
+
+def test_the_error_of_a_merge_ahead_of_a_commit_does_not_say_that_it_was_made(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunk = pair.path / "table" / "c.4.0"
+    kept = chunk.read_bytes()
+    _flip(chunk)
+    pair.seal()
+    wait_for_merge(pair.emb)
+    with pytest.raises(CorruptStoreError):
+        pair.emb.commit()
+    pair.train()
+    before = pair.emb.commits()
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "has_room", lambda *_: False)  # the log must be moved to commit
+        with pytest.raises(CorruptStoreError) as caught:
+            pair.emb.commit()
+    assert not any("committed" in note for note in caught.value.__notes__)
+    assert pair.emb.commits() == before
+    _replace(chunk, kept)
+    pair.emb.flush()
+    assert pair.emb.commits() != before
+    pair.finish()
