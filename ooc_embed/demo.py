@@ -120,10 +120,12 @@ def _refuse_mixed(args: argparse.Namespace) -> None:
         given += [name for name in ("resume", "cache_bytes") if getattr(args, name)]
         if given:
             args.refuse(f"argument --{given[0].replace('_', '-')}: not allowed with --poincare")
+        if args.ram and args.path is not None:
+            args.refuse("argument --path: not allowed with --ram")
         if args.png and getattr(args, "dim", 2) != 2:
             args.refuse(f"argument --png: draws rows of 2 numbers, not of {args.dim}")
         return
-    for name in ("nouns", "epochs", "png"):
+    for name in ("nouns", "epochs", "every", "ram", "png"):
         if getattr(args, name):
             args.refuse(f"argument --{name}: needs --poincare")
     if hasattr(args, "dim"):

@@ -17,6 +17,7 @@ import torch
 from . import disk_plot, durable, hierarchy
 from .embedding import DiskEmbedding
 from .hierarchy import Hierarchy, Negatives
+from .poincare_reference import RamTable
 from .riemannian import RiemannianSGD
 
 _TABLE = "nodes.zarr"
@@ -69,6 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser, whole: Callable[[str], int]) 
         help=f"over all pairs, default: {MAMMALS.epochs}, with --nouns {NOUNS.epochs}",
     )
     group.add_argument(
+        "--every", type=whole, metavar="N", help="measure the reconstruction every N epochs, too"
+    )
+    group.add_argument(
+        "--ram",
+        action="store_true",
+        help="the same run with geoopt over rows in RAM, to compare; it needs geoopt, no --path",
+    )
+    group.add_argument(
         "--png",
         type=Path,
         metavar="FILE",
@@ -77,7 +86,7 @@ def add_arguments(parser: argparse.ArgumentParser, whole: Callable[[str], int]) 
 
 
 MAMMALS = Settings()
-NOUNS = Settings(dim=10, epochs=30, batch=500, lr=50.0, burn_in=5)
+NOUNS = Settings(dim=10, epochs=60, batch=500, lr=250.0, burn_in=4)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -96,7 +105,12 @@ def main(args: argparse.Namespace) -> int:
         if not args.png.absolute().parent.is_dir():
             raise FileNotFoundError(f"there is no folder {args.png.absolute().parent}")
     tree = hierarchy.load_nouns() if args.nouns else hierarchy.load_mammals()
-    with create(tree, settings, args.path, overwrite=args.overwrite) as table:
+    table: DiskEmbedding | RamTable
+    if args.ram:
+        table = RamTable(tree.num_nodes, settings.dim, settings.lr, settings.seed)
+    else:
+        table = create(tree, settings, args.path, overwrite=args.overwrite)
+    with table:
         print(
             f"{'nouns' if args.nouns else 'mammals'} of WordNet: {tree.num_nodes:,} nodes, "
             f"{len(tree.pairs):,} pairs of a node and one of its ancestors\n"
@@ -104,13 +118,14 @@ def main(args: argparse.Namespace) -> int:
             f"in {table.path}",
             flush=True,
         )
+        progress = _Progress(table, tree, settings, args.every)
         began = time.perf_counter()
         try:
-            train(table, tree, settings, _Progress(settings))
+            train(table, tree, settings, progress.step, progress.epoch)
         except KeyboardInterrupt:
-            print(f"stopped at step {table.step:,}; the table is in {table.path}")
+            print(f"stopped at step {progress.steps:,}; the table is in {table.path}")
             return 130
-        print(f"{table.step:,} steps in {time.perf_counter() - began:.0f} s")
+        print(f"{progress.steps:,} steps in {time.perf_counter() - began:.0f} s")
         conclude(table, tree, settings.seed)
         if args.png:
             disk_plot.draw(tree, table.weight[:], args.png)
@@ -143,10 +158,11 @@ def create(
 
 
 def train(
-    table: DiskEmbedding,
+    table: DiskEmbedding | RamTable,
     tree: Hierarchy,
     settings: Settings,
-    report: Callable[[int, float, int], None] | None = None,
+    after_step: Callable[[int, float, int], None] = lambda epoch, loss, rows: None,
+    after_epoch: Callable[[int], None] = lambda epoch: None,
 ) -> None:
     """Take all steps of a run, committing each epoch.
 
@@ -154,7 +170,8 @@ def train(
         table: of the tree's nodes.
         tree: to learn.
         settings: of the run.
-        report: called after each step with the epoch, the loss and how many rows were looked up.
+        after_step: takes the epoch, the loss and how many rows were looked up.
+        after_epoch: takes the epoch.
     """
     group = table.optimizer.param_groups[0]
     early, late = Negatives(tree, by_frequency=True), Negatives(tree)
@@ -166,22 +183,40 @@ def train(
             tree, negatives, settings.batch, settings.negatives, settings.seed, epoch
         ):
             loss = hierarchy.loss(table(ids))
-            loss.backward()
-            if report is not None:
-                report(epoch, loss.item(), ids.numel())
+            table.optimizer.zero_grad()
+            loss.backward()  # a table on disk steps here, one in RAM in the next line
+            table.optimizer.step()
+            after_step(epoch, loss.item(), ids.numel())
         table.commit()
+        after_epoch(epoch)
 
 
 class _Progress:
-    """Prints a line every few seconds."""
+    """Prints a line every few seconds, and the reconstruction every few epochs."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(
+        self,
+        table: DiskEmbedding | RamTable,
+        tree: Hierarchy,
+        settings: Settings,
+        every: int | None,
+    ) -> None:
+        self.table = table
+        self.tree = tree
         self.settings = settings
+        self.every = every
+        self.steps = 0
         self.rows = 0
         self.losses: list[float] = []
         self.reported = time.perf_counter()
 
-    def __call__(self, epoch: int, loss: float, rows: int) -> None:
+    def epoch(self, epoch: int) -> None:
+        if self.every and (epoch + 1) % self.every == 0:
+            print(f"after epoch {epoch + 1}, ", end="")
+            conclude(self.table, self.tree, self.settings.seed)
+
+    def step(self, epoch: int, loss: float, rows: int) -> None:
+        self.steps += 1
         self.rows += rows
         self.losses.append(loss)
         now = time.perf_counter()
@@ -194,7 +229,9 @@ class _Progress:
             self.rows, self.losses, self.reported = 0, [], now
 
 
-def conclude(table: DiskEmbedding, tree: Hierarchy, seed: int) -> hierarchy.Reconstruction:
+def conclude(
+    table: DiskEmbedding | RamTable, tree: Hierarchy, seed: int
+) -> hierarchy.Reconstruction:
     """Measures the reconstruction, of a sample where the tree is large, and prints it."""
     began = time.perf_counter()
     nodes = torch.arange(tree.num_nodes)
@@ -205,6 +242,7 @@ def conclude(table: DiskEmbedding, tree: Hierarchy, seed: int) -> hierarchy.Reco
     result = hierarchy.evaluate(tree, table.weight[:], nodes=nodes)
     print(
         f"reconstruction, {len(nodes):,} nodes in {time.perf_counter() - began:.1f} s: "
-        f"mean rank {result.mean_rank:.3f}, MAP {result.mean_average_precision:.4f}"
+        f"mean rank {result.mean_rank:.3f}, MAP {result.mean_average_precision:.4f}",
+        flush=True,
     )
     return result

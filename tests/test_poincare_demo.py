@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -95,6 +96,34 @@ def test_command_prints_its_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.usefixtures("small")
+def test_run_in_ram_prints_the_same_figures(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("geoopt", reason="geoopt is what the run in RAM is stepped by")
+    command = ["demo", "--poincare", "--epochs", "6", "--every", "2"]
+    figures = []
+    for options in (["--path", str(tmp_path / "run")], ["--ram"]):
+        assert cli.main([*command, *options]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        found = [line.split("s: ")[1] for line in lines if "reconstruction" in line]
+        assert [line.split(",")[0] for line in lines if "after" in line] == [
+            f"after epoch {epoch}" for epoch in (2, 4, 6)
+        ]
+        figures.append(found)
+    assert figures[0] == figures[1]
+    assert len(set(figures[0])) == 3
+
+
+@pytest.mark.usefixtures("small")
+def test_run_in_ram_without_geoopt_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "geoopt", None)
+    assert cli.main(["demo", "--poincare", "--ram"]) == 2
+    assert "pip install geoopt" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("small")
 def test_ctrl_c_says_where_the_table_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +161,9 @@ def test_large_tree_is_measured_on_a_sample(
         (["--nouns"], "--nouns: needs --poincare"),
         (["--epochs", "3"], "--epochs: needs --poincare"),
         (["--png", "disk.png"], "--png: needs --poincare"),
+        (["--ram"], "--ram: needs --poincare"),
+        (["--every", "3"], "--every: needs --poincare"),
+        (["--poincare", "--ram", "--path", "run"], "--path: not allowed with --ram"),
         (["--poincare", "--resume"], "--resume: not allowed with --poincare"),
         (["--poincare", "--commit-every", "3"], "--commit-every: not allowed with --poincare"),
         (["--poincare", "--cache-bytes", "1M"], "--cache-bytes: not allowed with --poincare"),
