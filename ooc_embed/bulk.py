@@ -5,6 +5,7 @@ Whole chunk files are written once, in order: the log is for rows that are touch
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from .manifest import Layout
 from .memory import page_aligned
 from .progress import progress
 
+_CHECKED_ROWS = 1 << 16
 # What becomes of given rows, (n, D).
 Admit = Callable[[torch.Tensor], torch.Tensor]
 
@@ -32,6 +34,19 @@ def check_source(name: str, source: Any, shape: tuple[int, int]) -> None:
     block = _block(source, 0, 1)
     if block.dtype.kind not in "fiu":
         raise TypeError(f"{name} must hold real numbers, got {block.dtype}")
+
+
+def check_rows(source: Any, admit: Admit, dtype: torch.dtype) -> None:
+    """Refuse rows that the table's rule does not admit, before anything is written.
+
+    Raises:
+        ValueError: a row cannot be the table's.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they come again with the rows
+        for start in range(0, len(source), _CHECKED_ROWS):
+            block = _block(source, start, min(start + _CHECKED_ROWS, len(source)))
+            admit(torch.as_tensor(block, dtype=dtype, device="cpu"))
 
 
 def chunks(

@@ -57,7 +57,7 @@ class RowCache:
     ) -> None:
         self.slots = slots
         self.records = huge_zeros((slots, width), dtype)
-        self.where = self.map_of(num_rows, max(positions, slots))
+        self.where = self.empty_map(num_rows, max(positions, slots))
         index = self.where.dtype
         self.row = torch.zeros(slots, dtype=torch.int64, device="cpu")
         self.home = torch.zeros(slots, dtype=index, device="cpu")
@@ -72,7 +72,7 @@ class RowCache:
         self._generator.manual_seed(0)
 
     @staticmethod
-    def map_of(num_rows: int, places: int) -> torch.Tensor:
+    def empty_map(num_rows: int, places: int) -> torch.Tensor:
         """A map of rows to so many places: zeros, all are in the table.
 
         Raises:
@@ -83,7 +83,7 @@ class RowCache:
 
     def close(self) -> None:
         """Let go of the memory, though somebody may still have the cache: it has no rows then."""
-        del self.records
+        self.records = self.records.new_empty(0, self.records.shape[1])
         self.where = self.where.new_empty(0)
 
     @property
@@ -211,6 +211,10 @@ class RowCache:
         """Those of the rows that are not in the cache, and are at positions ``low`` to ``high``."""
         where, start = self.where[rows], int(rows.start)
         return ((where < -low) & (where >= -high)).nonzero().squeeze(1) + start
+
+    def forget_homes(self, low: int, high: int) -> None:
+        """Rows in the cache whose newest record is at these positions must be stored again."""
+        self.dirty |= (self.home < -low) & (self.home >= -high) & self.occupied()
 
     def moved(self, rows: slice, low: int, high: int) -> None:
         """Rows whose newest stored record is at positions ``low`` to ``high`` are in the table."""

@@ -8,9 +8,14 @@ from typing import Any
 import torch
 
 from .errors import StoreError
+from .history import History
 from .optimizer import TableOptimizer
 from .table import Table
 from .warning import warn
+
+_NONE_OF_ITS_PAST = (
+    "a rollback took it back, or a copy of the store made it. Load a checkpoint of another commit"
+)
 
 
 def describe(table: Table) -> torch.Tensor:
@@ -38,14 +43,13 @@ def check(table: Table, state: Any) -> None:
     """
     number, branch, step = _read(table, state)
     history, path = table.manifest.history, table.store.path
-    past = branch == history.branch_of(number) and number <= history.newest.number
-    if past and step == table.step_count:
+    in_past = _is_past(history, number, branch)
+    if in_past and step == table.step_count:
         return
-    if not past:
-        remedy = (
-            "That commit is none of its past: a rollback took it back, or a copy of the store made "
-            "it. Load a checkpoint of another one"
-        )
+    if number > history.newest.number and table.read_only:
+        remedy = "This reader is at an earlier commit: open the table again"
+    elif not in_past:
+        remedy = f"That commit is none of its past: {_NONE_OF_ITS_PAST}"
     elif number not in history:
         remedy = "The store does not keep that commit any more: load a checkpoint of its own step"
     elif table.read_only:
@@ -59,6 +63,10 @@ def check(table: Table, state: Any) -> None:
     )
 
 
+def _is_past(history: History, number: int, branch: str | None) -> bool:
+    return number <= history.newest.number and branch == history.branch_of(number)
+
+
 def find_commit(table: Table, state: Any) -> int:
     """The number of the commit that `describe` found.
 
@@ -67,10 +75,9 @@ def find_commit(table: Table, state: Any) -> int:
     """
     number, branch, _ = _read(table, state)
     history, path = table.manifest.history, table.store.path
-    if number in history and branch != history.branch_of(number):
+    if not _is_past(history, number, branch):
         raise StoreError(
-            f"commit {number} of {path} is another one than that of the checkpoint, which a "
-            f"rollback took back, or a copy of the store made"
+            f"the checkpoint names a commit {number} that is none of {path}: {_NONE_OF_ITS_PAST}"
         )
     return history.find(number, path).number
 
@@ -86,7 +93,10 @@ def _read(table: Table, state: Any) -> tuple[int, str | None, int]:
         table_id, branch = words["table_id"], words.get("branch")
         number, step = int(words["commit"]), int(words["step"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise StoreError(f"the checkpoint holds no word of a table, but {state!r}") from error
+        raise StoreError(
+            f"the checkpoint holds {state!r} where state_dict() of a table on disk would have put "
+            f"its identity: load without this key and with strict=False"
+        ) from error
     if table_id != table.manifest.table_id:
         raise StoreError(
             f"the checkpoint belongs to table {table_id}, {table.store.path} is table "
@@ -100,10 +110,8 @@ def close_dropped(table: Table, optimizer: TableOptimizer) -> None:
     try:
         param_groups = optimizer.kept_param_groups()
     except ValueError as error:
-        warn(f"{table.store.path}: {error}; the last ones stay")
-        param_groups = table.manifest.commit.param_groups
-    try:
-        table.close(param_groups)
-    except BaseException:  # Ctrl-C, too
-        table.close()  # nobody can try again, but the store can be opened again
-        raise
+        problem = f"{table.store.path}: {error}; the last ones stay"
+        table.close_for_good(table.manifest.commit.param_groups)
+        warn(problem)
+    else:
+        table.close_for_good(param_groups)

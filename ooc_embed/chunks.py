@@ -39,9 +39,10 @@ class Chunks:
         # Those that have the sealed log's records, and are mapped so.
         self._merged: dict[int, int] = {}
         manifest, layout = store.manifest, store.layout
-        self._known_crc32 = dict(manifest.checksums)
-        # Those with rows of the sealed log may have either content, of a merge that was stopped.
-        self._unsure = set(manifest.checksums if manifest.commit.sealed is not None else ())
+        self._known_crc32 = manifest.checksums | manifest.merged
+        # Those that have rows of the sealed log may have either content, of a killed merge.
+        sealed = manifest.commit.sealed is not None
+        self._unsure = manifest.checksums.keys() - manifest.merged.keys() if sealed else set()
         store.check_chunk_sizes()
         self.mapped = MappedRows(layout.num_chunks, layout.chunk_rows, layout.width, layout.dtype)
         for index in manifest.checksums:
@@ -53,9 +54,9 @@ class Chunks:
         return self._store.manifest.checksums | self._merged
 
     @property
-    def merge_failed(self) -> bool:
-        """Whether there is a merge that has failed."""
-        return self.merge is not None and self.merge.failure is not None
+    def merged(self) -> dict[int, int]:
+        """Of those that are known to have the sealed log's records, in this process or before."""
+        return self._store.manifest.merged | self._merged
 
     def begin_merge(self, log: RecordLog) -> None:
         """Have a sealed log merged in the background; one that goes on already does so."""
@@ -100,3 +101,9 @@ class Chunks:
 
     def close(self) -> None:
         self.mapped.close()
+
+    def __del__(self) -> None:
+        # Its threads hold the store, and wait for ever where a table was dropped in the middle.
+        merge: Merge | None = getattr(self, "merge", None)
+        if merge is not None:
+            merge.end()

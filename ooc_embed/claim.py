@@ -24,12 +24,12 @@ _OURS = re.compile(
 )
 
 
-OPEN_OR_OVERWRITE = (
+_OPEN_OR_OVERWRITE = (
     "DiskEmbedding.open(path) goes on with it, overwrite=True of the constructor replaces it"
 )
 
 
-def check_free(path: Path, *, overwrite: bool, remedy: str = OPEN_OR_OVERWRITE) -> None:
+def check_free(path: Path, *, overwrite: bool, remedy: str = _OPEN_OR_OVERWRITE) -> None:
     """Refuse a path where something is, but for an unfinished creation.
 
     Args:

@@ -42,11 +42,6 @@ def _existing(path: Path) -> Path:
     return path
 
 
-def on_same_disk(path: Path, other: Path) -> bool:
-    """Whether two folders are, or will be, on one file system."""
-    return _existing(path).stat().st_dev == _existing(other).stat().st_dev
-
-
 def file_system(path: Path) -> str:
     """The kind of file system that an existing ``path`` is on, as Linux names it; "" if unknown."""
     device = path.stat().st_dev

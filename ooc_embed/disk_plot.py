@@ -60,7 +60,7 @@ def require() -> None:
         raise StoreError("a picture needs matplotlib: pip install 'ooc_embed[plot]'")
 
 
-def draw(tree: Hierarchy, points: Tensor, file: Path) -> None:
+def draw(tree: Hierarchy, points: Tensor, file: Path, dpi: float = _DPI) -> None:
     """Draw nodes, direct edges as geodesics, and the names of large families and known nodes.
 
     The disk is moved so that the node with the most descendants is its centre, and points are drawn
@@ -71,6 +71,7 @@ def draw(tree: Hierarchy, points: Tensor, file: Path) -> None:
         tree: of the points.
         points: ``(num_nodes, 2)``, of the ball of curvature -1.
         file: of the picture, a PNG.
+        dpi: pixels an inch, of which it has nine in both directions.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.collections import LineCollection
@@ -83,7 +84,7 @@ def draw(tree: Hierarchy, points: Tensor, file: Path) -> None:
     families = _families(tree, sizes)
     colours = _colours(tree, families)
 
-    figure = Figure(figsize=(_INCHES, _INCHES), dpi=_DPI)
+    figure = Figure(figsize=(_INCHES, _INCHES), dpi=dpi)
     FigureCanvasAgg(figure)
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(-1.18, 1.18), ylim=(-1.18, 1.18), aspect="equal")

@@ -122,7 +122,7 @@ def link(source: Path, target: Path) -> bool:
     return True
 
 
-def note(path: Path, text: str) -> None:
+def write_hint(path: Path, text: str) -> None:
     """Write a small file that nothing depends on: a full disk is no error, and it is not synced."""
     with suppress(OSError):
         path.write_text(text)

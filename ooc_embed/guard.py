@@ -73,5 +73,7 @@ class Guard:
         """
         with self.reading():
             if not self.writer:
-                raise StoreError(f"{self._path} is open to read: open it with mode='r+' to train")
+                raise StoreError(
+                    f"{self._path} is open to read: open it with mode='r+' to change it"
+                )
             yield

@@ -126,9 +126,14 @@ def _join(first: Tensor, second: Tensor) -> Tensor:
     middle = first[:, 1].contiguous()
     starts = torch.searchsorted(sources, middle)
     counts = torch.searchsorted(sources, middle, right=True) - starts
-    owners = torch.arange(len(first)).repeat_interleave(counts)
-    within = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+    owners, within = _ragged(counts)
     return torch.stack((first[owners, 0], second[starts[owners] + within, 1]), dim=1)
+
+
+def _ragged(counts: Tensor) -> tuple[Tensor, Tensor]:
+    """Of lists of these lengths behind one another: each item's list, and its place in it."""
+    owners = torch.arange(len(counts)).repeat_interleave(counts)
+    return owners, torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
 
 
 class Negatives:
@@ -199,7 +204,8 @@ def loss(rows: Tensor, curvature: float = 1.0) -> Tensor:
     (2017), equation 6.
     """
     distances = poincare.distance(rows[:, :1], rows[:, 1:], curvature)
-    return functional.cross_entropy(-distances, torch.zeros(len(rows), dtype=torch.int64))
+    ancestors = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
+    return functional.cross_entropy(-distances, ancestors)
 
 
 @torch.no_grad()
@@ -217,11 +223,17 @@ def evaluate(
         nodes: rank the ancestors of these only, of all if None.
 
     Raises:
-        ValueError: none of the nodes has an ancestor.
+        ValueError: none of the nodes has an ancestor, there are not as many points as nodes, or one
+            is not finite.
 
     Source: ``reconstruction.py`` of github.com/facebookresearch/poincare-embeddings; average
     precision is that of scikit-learn.
     """
+    if len(points) != hierarchy.num_nodes or not points.isfinite().all():
+        raise ValueError(
+            f"{hierarchy.num_nodes:,} nodes need as many points, all finite; got {len(points):,}, "
+            f"{int(points.isfinite().all(dim=-1).sum()):,} finite"
+        )
     if nodes is None:
         nodes = torch.arange(hierarchy.num_nodes)
     nodes = nodes[hierarchy.starts[nodes + 1] > hierarchy.starts[nodes]]
@@ -233,8 +245,7 @@ def evaluate(
         distances = poincare.distance(points[block, None], points, curvature)
         distances[torch.arange(len(block)), block] = torch.inf
         counts = hierarchy.starts[block + 1] - hierarchy.starts[block]
-        owners = torch.arange(len(block)).repeat_interleave(counts)
-        within = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
+        owners, within = _ragged(counts)
         ancestors = hierarchy.pairs[hierarchy.starts[block][owners] + within, 1]
         right = distances[owners, ancestors, None]
         nearer = (distances[owners] <= right).sum(dim=1)

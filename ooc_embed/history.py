@@ -118,9 +118,9 @@ class History:
         checkpoints: the numbers of the commits that ``state_dict()`` last handed out, which are
             kept beyond the others, as long as they are there.
         branches: from which number on the commits have which random word, the last ones at the
-            end: each writer and each rollback begins another. Copies of a store, which have the
-            same numbers, and commits that a rollback took back are told apart by it.
-        last_number: the largest number that was ever given.
+            end: each opening to write, rollback and growth begins another. Copies of a store, which
+            have the same numbers, and commits that a rollback took back are told apart by it.
+        last_number: the largest number that was given before the last rollback.
     """
 
     commits: tuple[Commit, ...]
@@ -146,6 +146,16 @@ class History:
             return ()
         return tuple(commit for commit in self.commits if commit.logs[0] != sealed)
 
+    def is_former(self, commit: Commit) -> bool:
+        """Whether it is kept only as the former checkpoint's, until the newest one is a file."""
+        newest = self.commits[-self.keep :]
+        return commit.number in self.checkpoints[:-1] and commit not in newest
+
+    @property
+    def only_former_unmerged(self) -> bool:
+        """Whether the former checkpoint's commit alone keeps the sealed log from being merged."""
+        return bool(self.unmerged) and all(map(self.is_former, self.unmerged))
+
     def find(self, number: int, path: Path) -> Commit:
         """The commit of this number.
 
@@ -169,7 +179,7 @@ class History:
         return any(commit.number == number for commit in self.commits)
 
     def branch_of(self, number: int) -> str | None:
-        """The word of the commits around this number; None if it is not known, or not there yet."""
+        """The word of whoever made this commit; None if it is not known, or there is none yet."""
         if number > self.newest.number:
             return None
         words = [word for first, word in self.branches if first <= number]
@@ -197,7 +207,7 @@ class History:
         commit = Commit.now(self.next_number, facts, logs)
         branches = self.branches
         if not branches or branches[-1][1] != branch:
-            branches = (*branches[1 - _MOST_BRANCHES :], (self.newest.number + 1, branch))
+            branches = (*branches, (self.newest.number + 1, branch))
         return replace(self, commits=(*self.commits, commit), branches=branches)._pruned()
 
     def handed_out(self) -> Self:
@@ -218,13 +228,15 @@ class History:
             for place, commit in enumerate(self.commits)
             if place >= first or commit.number in checkpoints
         ]
+        kept = replace(self, commits=tuple(commits), checkpoints=tuple(checkpoints))
+        return replace(kept, branches=kept._pruned_branches())
+
+    def _pruned_branches(self) -> tuple[tuple[int, str], ...]:
+        """Those of commits that are kept, and the last ones of others."""
         branches = [branch for branch in self.branches if branch[0] <= self.newest.number]
-        return replace(
-            self,
-            commits=tuple(commits),
-            checkpoints=tuple(checkpoints),
-            branches=tuple(branches),
-        )
+        needed = {self.branch_of(commit.number) for commit in self.commits}
+        older, others = branches[:-_MOST_BRANCHES], branches[-_MOST_BRANCHES:]
+        return (*(branch for branch in older if branch[1] in needed), *others)
 
     def restated(self, logs: tuple[LogState, ...]) -> Self:
         """With the newest commit in other logs: the same state, no commit of its own."""

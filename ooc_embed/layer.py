@@ -122,7 +122,7 @@ class DiskLayer(TableModule):
             self.commit()
         pinned = self._table.store.pinned
         commit = self._table.manifest.commit.number if pinned else None
-        return (_reopen, (type(self), str(self.path), commit, self.anchor.dtype, self.training))
+        return (_reopen, (type(self), str(self.path), self.anchor.dtype, self.training, commit))
 
     # Coming from torch's layers, and going back
 
@@ -238,11 +238,7 @@ class DiskLayer(TableModule):
         rollbacks = table.rollbacks
 
         def stage_unless_gone_back(*staged: torch.Tensor) -> None:
-            if table.rollbacks != rollbacks:
-                raise RuntimeError(
-                    f"{table.store.path} went back to another commit since this forward, whose "
-                    f"gradients belong to rows that are gone: look the rows up again"
-                )
+            passes.check_not_gone_back(table, rollbacks)
             stage(*staged)
 
         out: torch.Tensor = passes.Lookup.apply(  # type: ignore[no-untyped-call]
@@ -325,7 +321,11 @@ class DiskLayer(TableModule):
 
 
 def _reopen(
-    layer: type[DiskLayer], path: str, commit: int | None, dtype: torch.dtype, training: bool
+    layer: type[DiskLayer],
+    path: str,
+    dtype: torch.dtype,
+    training: bool,
+    commit: int | None = None,
 ) -> DiskLayer:
     """Unpickle: open to read, with the casts and the mode that it had."""
     return layer.open(path, "r", commit=commit).to(dtype).train(training)

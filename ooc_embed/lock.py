@@ -39,7 +39,7 @@ class DirectoryLock:
     def name_holder(self) -> None:
         """Write who holds the lock."""
         facts = {"pid": os.getpid(), "host": socket.gethostname()}
-        durable.note(self._holder, json.dumps(facts))
+        durable.write_hint(self._holder, json.dumps(facts))
 
     def release(self) -> None:
         if self._fd >= 0:

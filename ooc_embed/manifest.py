@@ -37,6 +37,7 @@ class Manifest:
         module: the layer's arguments.
         history: the commits that are kept.
         checksums: crc32 of each chunk file that exists.
+        merged: crc32 of those that have the sealed log's records already, whose merge was stopped.
     """
 
     table_id: str
@@ -50,6 +51,7 @@ class Manifest:
     module: LayerArguments
     history: History
     checksums: dict[int, int] = field(default_factory=dict)
+    merged: dict[int, int] = field(default_factory=dict)
 
     @property
     def commit(self) -> Commit:
@@ -81,7 +83,8 @@ class Manifest:
             "init": self.init,
             "seed": self.seed,
             "module": self.module.to_json(),
-            "chunk_crc32": {str(index): crc for index, crc in sorted(self.checksums.items())},
+            "chunk_crc32": _checksums_to_json(self.checksums),
+            "merged_crc32": _checksums_to_json(self.merged),
             **self.history.to_json(),
         }
 
@@ -107,9 +110,8 @@ class Manifest:
                 seed=integer(value["seed"], -(2**63)),
                 module=LayerArguments.from_json(value["module"]),
                 history=History.from_json(value),
-                checksums={
-                    integer(int(index)): integer(crc) for index, crc in value["chunk_crc32"].items()
-                },
+                checksums=_checksums_from_json(value["chunk_crc32"]),
+                merged=_checksums_from_json(value.get("merged_crc32", {})),
             )
             if (rows := value["num_embeddings"]) != manifest.num_embeddings:
                 raise ValueError(
@@ -131,12 +133,22 @@ class Manifest:
                 f"the fields {self.fields} are not those of {rule.name} for "
                 f"embedding_dim={self.embedding_dim}"
             )
+        if self.merged and self.commit.sealed is None:
+            raise ValueError("chunks are merged, of no log")
         if self.padding_idx is not None and self.padding_idx >= self.num_embeddings:
             raise ValueError(f"padding_idx {self.padding_idx} is no row")
         for group in (group for commit in self.history.commits for group in commit.param_groups):
             group = {**hyperparameters(rule), **gradients.GRADIENT_OPTIONS, **group}
             check_group(rule, group)
             gradients.check_options(group)
+
+
+def _checksums_to_json(checksums: dict[int, int]) -> dict[str, int]:
+    return {str(index): crc for index, crc in sorted(checksums.items())}
+
+
+def _checksums_from_json(value: Any) -> dict[int, int]:
+    return {integer(int(index)): integer(crc) for index, crc in value.items()}
 
 
 def record_fields(dim: int, rule: Rule) -> dict[str, int]:
@@ -189,17 +201,20 @@ class Layout:
     @property
     def num_files(self) -> int:
         """How many files the table and its logs can have."""
+        return self.num_chunks + 2 * sum(self._log_files)
+
+    @property
+    def _log_files(self) -> tuple[int, int]:
+        """How many files a log can have: of row ids, of records."""
         log = self.log
-        a_log = -(-log.capacity // log.rows_per_file) - (-log.capacity // log.records_per_file)
-        return self.num_chunks + 2 * a_log
+        return -(-log.capacity // log.rows_per_file), -(-log.capacity // log.records_per_file)
 
     @property
     def mapped_bytes(self) -> int:
         """Addresses that the files of the table and its logs take where all are mapped."""
-        log = self.log
-        row_ids = -(-log.capacity // log.rows_per_file) * log.rows_per_file * 8
-        records = -(-log.capacity // log.records_per_file) * self.chunk_bytes
-        return self.num_chunks * self.chunk_bytes + 2 * (row_ids + records)
+        of_ids, of_records = self._log_files
+        a_log = of_ids * self.log.rows_per_file * 8 + of_records * self.chunk_bytes
+        return self.num_chunks * self.chunk_bytes + 2 * a_log
 
     @property
     def log_limit(self) -> int:

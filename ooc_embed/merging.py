@@ -168,11 +168,15 @@ class Merge:
             )
             raise self.failure
 
-    def stop(self) -> None:
-        """Wait for the chunks that are in flight, and begin no others."""
+    def end(self) -> None:
+        """Begin no more chunks."""
         with self._changed:
             self.stopping = True
             self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Wait for the chunks that are in flight, and begin no others."""
+        self.end()
         for worker in self._workers:
             worker.join()
 
@@ -251,7 +255,6 @@ class Merge:
             buffer[:] = 0
             newest.put(index, chunk)
         self._known_crc32[index] = self._store.write_chunk(index, chunk)
-        self._unsure.discard(index)
         return self._known_crc32[index]
 
     def _check_merged(self, index: int, found: int, merged: int) -> None:
@@ -264,5 +267,6 @@ class Merge:
             raise CorruptStoreError(
                 f"{self._store.chunk_path(index)} was changed or damaged: it has the checksum "
                 f"{found:#010x}, {self._known_crc32[index]:#010x} was written. Nothing is merged "
-                f"into it"
+                f"into it: close the table, put the file back from a copy or a snapshot, and open "
+                f"it again"
             )

@@ -197,11 +197,11 @@ class OpenTable:
             if number is None:
                 number = self.manifest.commit.number
 
-            def then() -> None:
+            def gone_back() -> None:
                 self.rollbacks += 1
                 follow(self.manifest.commit.param_groups)
 
-            self._change(partial(self._storage.rollback, number), then)
+            self._change(partial(self._storage.rollback, number), gone_back)
 
     def resize(self, num_embeddings: int, param_groups: list[dict[str, Any]]) -> None:
         """Commit, with more rows.
@@ -217,11 +217,33 @@ class OpenTable:
                 self._commit(param_groups)
                 self._storage.begin_merge()
                 return
-            _check_memory(layout)
+            self._check_memory(layout)
             facts = replace(self._facts(param_groups), num_embeddings=num_embeddings)
             self._evictor.finish()
             self._storage.store_all()
             self._change(partial(self._storage.resize, facts))
+
+    def _check_memory(self, layout: Layout) -> None:
+        """See that a table of these sizes can be opened, beside what there is.
+
+        Raises:
+            OSError: there is no memory for its maps, or its cache.
+        """
+        rows, record_bytes = layout.num_embeddings, layout.record_bytes
+        slots = slots_for(self._cache_bytes, rows, record_bytes)
+        try:
+            taken = (
+                Span(layout.mapped_bytes, writable=False),
+                RowCache.empty_map(rows, 2 * layout.log.capacity),
+                Span(slots * record_bytes, writable=True),
+            )
+        except OSError as error:
+            raise OSError(
+                error.errno,
+                f"a table of {rows:,} rows has no room in this process ({error}); nothing has "
+                f"changed. Raise its limit of memory, or grow the table by fewer rows",
+            ) from error
+        del taken
 
     def _change(self, change: Callable[[], None], then: Callable[[], None] = lambda: None) -> None:
         """Name another state, and be there; a change that fails late has happened all the same."""
@@ -241,9 +263,9 @@ class OpenTable:
             then()
 
     def _reload(self) -> None:
-        self._storage.close()
-        self.cache.close()  # before there is memory for another
         try:
+            self._storage.close()
+            self.cache.close()  # before there is memory for another
             self._load()
             self._storage.recover()
             self._storage.begin_merge()
@@ -261,7 +283,7 @@ class OpenTable:
         """
         with self.writing():
             self._commit(param_groups)
-            self._storage.stop_merge()
+            self._storage.put_merge_down()
             try:
                 snapshot(self.store, path)
             finally:
@@ -313,7 +335,7 @@ class OpenTable:
             return
         if isinstance(threading.current_thread(), Worker):
             # The cyclic collector ran a finalizer here, and a thread cannot wait for itself.
-            close = partial(self.close, param_groups, flush=flush)
+            close = partial(self.close_for_good, param_groups)
             threading.Thread(target=close, daemon=False).start()
             return
         with self._guard.reading():
@@ -322,24 +344,25 @@ class OpenTable:
             self._release()
         self._storage.check()
 
+    def close_for_good(self, param_groups: list[dict[str, Any]] | None) -> None:
+        """Close, and where that fails, or is interrupted, release all the same: nobody can try
+        again, but the store can be opened again."""
+        try:
+            self.close(param_groups)
+        except BaseException:
+            self.close()
+            raise
+
     def _release(self) -> None:
         self._evictor.finish()
         self._storage.stop_merge()
         with uninterrupted():
             self._guard.closed = True
-            self._storage.close()
-            self.store.close()
-            self.cache.close()
-
-
-def _check_memory(layout: Layout) -> None:
-    """See that a table of these sizes can be opened, beside what there is.
-
-    Raises:
-        OSError: there is no memory for its maps.
-    """
-    Span(layout.mapped_bytes, writable=False)
-    RowCache.map_of(layout.num_embeddings, 2 * layout.log.capacity)
+            try:
+                self._storage.close()
+                self.cache.close()
+            finally:
+                self.store.close()
 
 
 def field_spans(fields: Mapping[str, int]) -> dict[str, slice]:

@@ -71,6 +71,23 @@ def _at_the_end(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def check_not_gone_back(table: Table, rollbacks: int) -> None:
+    """Refuse gradients of rows that a rollback took back.
+
+    Args:
+        table: the rows'.
+        rollbacks: how often it had gone back when they were looked up.
+
+    Raises:
+        RuntimeError: it has gone back since.
+    """
+    if table.rollbacks != rollbacks:
+        raise RuntimeError(
+            f"{table.store.path} went back to another commit since this forward, whose gradients "
+            f"belong to rows that are gone: look the rows up again"
+        )
+
+
 class Staged:
     """What one table has in a pass.
 
@@ -82,6 +99,7 @@ class Staged:
 
     def __init__(self, optimizer: TableOptimizer) -> None:
         self.optimizer = optimizer
+        self.rollbacks = optimizer.table.rollbacks
         self.blocks: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.armed = False
 
@@ -97,6 +115,8 @@ class Pass:
         """Step every armed table once: first all that can fail, then all changes in memory."""
         armed = [staged for staged in self.staged.values() if staged.armed and staged.blocks]
         armed.sort(key=lambda staged: id(staged.optimizer.table))
+        for staged in armed:
+            check_not_gone_back(staged.optimizer.table, staged.rollbacks)
         now = [staged for staged in armed if not staged.optimizer.waits]
         later = [staged for staged in armed if staged.optimizer.waits]
         with torch.no_grad(), ExitStack() as held:

@@ -2,8 +2,11 @@
 
 The ball of curvature -c holds the points of norm below 1 / sqrt(c); ``curvature`` here is c, as in
 geoopt's ``PoincareBall(c)``. The last dimension is that of the space, all others are broadcast. All
-functions are differentiable, and their gradients are finite where points coincide and, for points
-that `project` gave, at the boundary.
+functions are differentiable, once: gradients are finite where points coincide and at the boundary,
+second derivatives are not where points coincide. ``curvature`` is a number, with no gradient.
+
+Far apart at the boundary `expmap` and `logmap` lose their digits, `distance` does not: there and
+back again came out 2.4 off for points of norm 0.996 in float32, and 8e-7 for 0.999 in float64.
 
 Sources: Ungar, "A Gyrovector Space Approach to Hyperbolic Geometry" (2008), for Möbius addition and
 gyration; Ganea, Bécigneul, Hofmann, "Hyperbolic Neural Networks" (2018), for the maps.
@@ -15,12 +18,15 @@ import math
 
 import torch
 
-# Norms and denominators stay above it: a quotient of two that vanish together is then finite.
+# Norms and denominators stay above it, as far as the dtype goes: a quotient of two that vanish
+# together is then finite.
 _TINY = 1e-15
+# Of larger numbers than the root of the largest, divided by this, squares may overflow.
+_ROOM = 1e6
 # How far from the boundary points stay, relative to the radius: nearer ones lose all their digits.
 _MARGINS = {torch.float64: 1e-5}
 _MARGIN = 4e-3
-# Beyond it the hyperbolic tangent is 1 in float64 as well.
+# As geoopt's; what is cut off by it is less than the margin.
 _LARGEST_TANH = 15.0
 
 
@@ -35,12 +41,20 @@ def project(x: torch.Tensor, curvature: float = 1.0) -> torch.Tensor:
         ``(*, D)``, of norm at most ``(1 - margin) / sqrt(c)``; the margin is 4e-3, in float64 1e-5,
         as geoopt's.
     """
-    largest = max_norm(x.dtype, curvature)
+    _check(curvature, x)
+    largest = largest_norm(x.dtype, curvature)
+    x = bounded(x)
     norm = _norm(x)
     return torch.where(norm > largest, x / norm * largest, x)
 
 
-def max_norm(dtype: torch.dtype, curvature: float) -> float:
+def bounded(x: torch.Tensor) -> torch.Tensor:
+    """With coordinates whose squares have finite sums; none that matters changes."""
+    bound = math.sqrt(torch.finfo(x.dtype).max) / _ROOM
+    return x.clamp(-bound, bound) if bound > _ROOM else x  # float16 has no room to spare
+
+
+def largest_norm(dtype: torch.dtype, curvature: float) -> float:
     """The norm that no point passes after `project`."""
     return (1 - _MARGINS.get(dtype, _MARGIN)) / math.sqrt(curvature)
 
@@ -59,6 +73,7 @@ def distance(x: torch.Tensor, y: torch.Tensor, curvature: float = 1.0) -> torch.
     Returns:
         ``(*)``.
     """
+    _check(curvature, x, y)
     root = math.sqrt(curvature)
     apart = torch.linalg.vector_norm(x - y, dim=-1)
     room = _inside(x, curvature) * _inside(y, curvature)
@@ -75,6 +90,7 @@ def mobius_add(x: torch.Tensor, y: torch.Tensor, curvature: float = 1.0) -> torc
     Returns:
         ``(*, D)``, in the ball.
     """
+    _check(curvature, x, y)
     return project(_mobius_add(x, y, curvature), curvature)
 
 
@@ -89,6 +105,8 @@ def expmap(x: torch.Tensor, u: torch.Tensor, curvature: float = 1.0) -> torch.Te
     Returns:
         ``(*, D)``, in the ball.
     """
+    _check(curvature, x, u)
+    u = bounded(u)
     # Rounded as geoopt's: beside the boundary the last digit of a point is the third of its factor.
     root = torch.tensor(curvature, dtype=x.dtype, device=x.device).sqrt()
     norm = _norm(u)
@@ -107,6 +125,7 @@ def logmap(x: torch.Tensor, y: torch.Tensor, curvature: float = 1.0) -> torch.Te
     Returns:
         ``(*, D)``.
     """
+    _check(curvature, x, y)
     root = math.sqrt(curvature)
     between = _mobius_add(-x, y, curvature)
     norm = _norm(between)
@@ -128,6 +147,7 @@ def parallel_transport(
     Returns:
         ``(*, D)``.
     """
+    _check(curvature, x, y, u)
     turned = _gyration(y, -x, u, curvature)
     return turned * conformal_factor(x, curvature) / conformal_factor(y, curvature)
 
@@ -137,9 +157,29 @@ def conformal_factor(x: torch.Tensor, curvature: float = 1.0) -> torch.Tensor:
     return _inside(x, curvature).reciprocal() * 2
 
 
+def _check(curvature: float, *points: torch.Tensor) -> None:
+    """See that a ball can have this curvature, and points of this kind.
+
+    Raises:
+        ValueError: the curvature is not above 0, or not finite.
+        TypeError: it has a gradient, which no formula here takes; or the points are integers.
+    """
+    if getattr(curvature, "requires_grad", False):
+        raise TypeError("curvature must be a number: it gets no gradient here")
+    if not 0 < curvature < math.inf:
+        raise ValueError(f"curvature must be above 0 and finite, got {curvature}")
+    for x in points:
+        if not x.is_floating_point():
+            raise TypeError(f"points and vectors must be floating-point numbers, got {x.dtype}")
+
+
+def _floor(dtype: torch.dtype) -> float:
+    return max(_TINY, torch.finfo(dtype).tiny)
+
+
 def _inside(x: torch.Tensor, curvature: float) -> torch.Tensor:
     """``1 - c |x|^2``, above 0: ``(*, 1)``."""
-    return torch.clamp_min(1 - curvature * _dot(x, x), _TINY)
+    return torch.clamp_min(1 - curvature * _dot(x, x), _floor(x.dtype))
 
 
 def _dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -147,13 +187,13 @@ def _dot(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _norm(x: torch.Tensor) -> torch.Tensor:
-    return torch.clamp_min(torch.linalg.vector_norm(x, dim=-1, keepdim=True), _TINY)
+    return torch.clamp_min(torch.linalg.vector_norm(x, dim=-1, keepdim=True), _floor(x.dtype))
 
 
 def _mobius_add(x: torch.Tensor, y: torch.Tensor, c: float) -> torch.Tensor:
     xx, yy, xy = _dot(x, x), _dot(y, y), _dot(x, y)
     sum_ = (1 + 2 * c * xy + c * yy) * x + (1 - c * xx) * y
-    return sum_ / (1 + 2 * c * xy + c * c * xx * yy).clamp_min(_TINY)
+    return sum_ / (1 + 2 * c * xy + c * c * xx * yy).clamp_min(_floor(x.dtype))
 
 
 def _gyration(u: torch.Tensor, v: torch.Tensor, w: torch.Tensor, c: float) -> torch.Tensor:
@@ -163,4 +203,4 @@ def _gyration(u: torch.Tensor, v: torch.Tensor, w: torch.Tensor, c: float) -> to
     cc = c * c
     a = -cc * uw * vv + c * vw + 2 * cc * uv * vw
     b = -cc * vw * uu - c * uw
-    return w + 2 * (a * u + b * v) / (1 + 2 * c * uv + cc * uu * vv).clamp_min(_TINY)
+    return w + 2 * (a * u + b * v) / (1 + 2 * c * uv + cc * uu * vv).clamp_min(_floor(u.dtype))

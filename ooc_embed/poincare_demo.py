@@ -104,6 +104,8 @@ def main(args: argparse.Namespace) -> int:
         disk_plot.require()
         if not args.png.absolute().parent.is_dir():
             raise FileNotFoundError(f"there is no folder {args.png.absolute().parent}")
+        if args.png.is_dir():
+            raise IsADirectoryError(f"{args.png} is a folder: give the name of a file")
     tree = hierarchy.load_nouns() if args.nouns else hierarchy.load_mammals()
     table: DiskEmbedding | RamTable
     if args.ram:

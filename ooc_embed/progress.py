@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import TypeVar
 
 try:
-    from tqdm.auto import tqdm
+    with warnings.catch_warnings():
+        # In a notebook without ipywidgets it warns, and shows bars of text.
+        warnings.simplefilter("ignore")
+        from tqdm.auto import tqdm
 except ImportError:  # an extra: without it there is no progress to see
     tqdm = None
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import conversion, durable
+from . import bulk, conversion, durable
 from .embedding import DiskEmbedding
 from .embedding_bag import DiskEmbeddingBag
 from .progress import progress
@@ -72,7 +72,8 @@ def replace_embeddings(
         What was done with each; ``print(*result, sep="\\n")`` shows it.
 
     Raises:
-        ValueError: the model is an embedding itself, or the optimizer does not have a weight.
+        ValueError: the model is an embedding itself, or the optimizer does not have a weight, or
+            its rule refuses rows; nothing has been replaced.
         TypeError: an optimizer whose numbers no rule here has; nothing has been replaced.
         FileExistsError: a table's path exists; nothing has been replaced.
         OSError: the disk is full, or failed. Those before it are replaced.
@@ -105,9 +106,11 @@ def _check(
     for plan in plans:
         if plan.path is None:
             continue
+        layer: Any = model.get_submodule(plan.names[0])
         if isinstance(optimizer, torch.optim.Optimizer):
-            layer: Any = model.get_submodule(plan.names[0])
             conversion.read_optimizer(optimizer, layer.weight)
+        elif optimizer is not None and optimizer.restricts:
+            bulk.check_rows(layer.weight, optimizer.admit, layer.weight.dtype)
         if plan.path.exists() and not overwrite:
             raise FileExistsError(f"{plan.path} exists: give another directory, or overwrite=True")
 

@@ -65,7 +65,8 @@ def verify(path: str | Path) -> list[str]:
 
     May run while a writer has the store open; what a merge replaces meanwhile is read again. Of the
     earlier commits that are kept it checks the logs, too. A chunk file that an unfinished merge has
-    replaced has no checksum in the manifest yet: it is seen to have the merged rows.
+    replaced when the process was killed has no checksum in the manifest: it is seen to have the
+    merged rows.
 
     Returns:
         What is wrong, a line each; empty if all is sound.
@@ -112,8 +113,9 @@ def _check_row_ids(log: RecordLog, num_embeddings: int) -> None:
 def _check_chunks(store: Store, sealed: NewestRecords | None) -> list[str]:
     """Check the chunk files; those that have rows of a sealed log may be merged already."""
     problems = []
-    unsure = set(sealed.chunks()) if sealed is not None else set()
-    checksums, layout = store.manifest.checksums, store.layout
+    manifest, layout = store.manifest, store.layout
+    checksums = manifest.checksums | manifest.merged
+    unsure = set(sealed.chunks()) - manifest.merged.keys() if sealed is not None else set()
     buffer = np.empty(layout.chunk_bytes, dtype=np.uint8)
     for index, expected in sorted(checksums.items()):
         path = store.chunk_path(index)

@@ -32,7 +32,10 @@ def rollback(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
     for name, table in tables.items():
         key = f"{name}._extra_state" if name else "_extra_state"
         if key not in state_dict:
-            raise KeyError(f"the checkpoint has no {key!r}, but the model has a table there")
+            raise KeyError(
+                f"the checkpoint has no {key!r}, but the model has a table there: roll the others "
+                f"back one by one, with table.rollback(table.commit_of(state_dict[key]))"
+            )
         targets.append((table, table.commit_of(state_dict[key])))
     for table, number in targets:
         table.rollback(number)

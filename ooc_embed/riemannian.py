@@ -16,9 +16,14 @@ import torch
 from . import poincare
 from .initializers import Initializer, Normal, Uniform
 from .rule import Rule, check_adam
+from .warning import warn
 
 # Of given rows, how far outside of the ball rounding may have brought them, relative to its radius.
-_ROUNDING = 0.01
+_ROUNDING = {torch.float64: 1e-5}
+_ROUNDING_OF_OTHERS = 0.01
+# Given rows inside of the ball that are moved farther than this are told of.
+_SHIFT = 0.01
+_LEAST_CURVATURE, _LARGEST_CURVATURE = 1e-6, 1e6
 
 
 @dataclass(frozen=True)
@@ -27,10 +32,12 @@ class PoincareRule(Rule):
 
     Attributes:
         curvature: c of the ball of curvature -c, above 0; it stays as the table was made with it.
-        exact: follow geodesics (the exponential map), not straight lines in the ball.
+        exact: follow geodesics (the exponential map), not straight lines in the ball; this may
+            change.
     """
 
     fixed: ClassVar[tuple[str, ...]] = ("curvature",)
+    restricts: ClassVar[bool] = True
     curvature: float = 1.0
     exact: bool = False
 
@@ -40,9 +47,16 @@ class PoincareRule(Rule):
                 f"curvature must be greater than 0, got {values['curvature']}: for flat space use "
                 f"SparseAdam or SGD"
             )
+        if not _LEAST_CURVATURE <= values["curvature"] <= _LARGEST_CURVATURE:
+            raise ValueError(
+                f"curvature must be from {_LEAST_CURVATURE:g} to {_LARGEST_CURVATURE:g}, got "
+                f"{values['curvature']}: scale the distances of the loss, which are of another "
+                f"unit then"
+            )
 
     def default_init(self) -> Initializer:
-        return Uniform(-1e-3, 1e-3)
+        bound = 1e-3 * min(1.0, 1 / math.sqrt(self.curvature))
+        return Uniform(-bound, bound)
 
     def check_init(self, init: Initializer, dim: int, dtype: torch.dtype) -> None:
         if isinstance(init, Normal):
@@ -51,12 +65,12 @@ class PoincareRule(Rule):
             square = (init.a**2 + init.a * init.b + init.b**2) / 3
         else:
             return
-        usual, largest = math.sqrt(dim * square), poincare.max_norm(dtype, self.curvature)
+        usual, largest = math.sqrt(dim * square), poincare.largest_norm(dtype, self.curvature)
         if usual > largest / 2:
             raise ValueError(
                 f"{init} gives rows of norm {usual:.3g}, and those of the ball of curvature "
                 f"{self.curvature} end at {largest:.3g}: begin near the origin, as "
-                f"init=Uniform(-1e-3, 1e-3) does"
+                f"init={self.default_init()} does"
             )
 
     def admit(self, weight: torch.Tensor) -> torch.Tensor:
@@ -67,16 +81,33 @@ class PoincareRule(Rule):
         """
         radius = 1 / math.sqrt(self.curvature)
         norms = torch.linalg.vector_norm(weight, dim=1)
-        if len(norms) and not (norms <= radius * (1 + _ROUNDING)).all():
+        if not weight.isfinite().all():
+            raise ValueError("a row is not finite: points of the ball are")
+        rounding = _ROUNDING.get(weight.dtype, _ROUNDING_OF_OTHERS)
+        if not (norms <= radius * (1 + rounding)).all():
             raise ValueError(
                 f"a row has the norm {float(norms.max()):.6g}, outside of the ball of curvature "
                 f"{self.curvature}, whose radius is {radius:.6g}: scale the rows down, or map them "
                 f"with ooc_embed.poincare.expmap"
             )
         # A row that was projected before may be behind the margin by a rounding, and stays.
-        largest = poincare.max_norm(weight.dtype, self.curvature)
+        largest = poincare.largest_norm(weight.dtype, self.curvature)
         outside = norms > largest * (1 + 8 * torch.finfo(weight.dtype).eps)
-        return torch.where(outside.unsqueeze(1), self.confine(weight), weight)
+        confined = self.confine(weight[outside])
+        self._tell_shift(weight[outside], confined, radius)
+        return weight.index_put((outside.nonzero().squeeze(1),), confined)
+
+    def _tell_shift(self, given: torch.Tensor, confined: torch.Tensor, radius: float) -> None:
+        """Warn where points of the ball were moved: the dtype has none so near the boundary."""
+        given, confined = given.double(), confined.double()
+        inside = torch.linalg.vector_norm(given, dim=1) < radius
+        shifts = poincare.distance(given[inside], confined[inside], self.curvature)
+        if (far := shifts > _SHIFT).any():
+            warn(
+                f"{int(far.sum()):,} given rows are nearer to the boundary of the ball than a "
+                f"table of this dtype keeps points: they were moved, by a distance of up to "
+                f"{float(shifts.max()):.3g}. dtype=torch.float64 keeps most"
+            )
 
     def confine(self, weight: torch.Tensor) -> torch.Tensor:
         return poincare.project(weight, self.curvature)
@@ -136,7 +167,7 @@ class RiemannianAdam(PoincareRule):
         beta1, beta2 = group["betas"]
         exp_avg, exp_avg_sq = state["exp_avg"], state["exp_avg_sq"]
         factor = poincare.conformal_factor(weight, self.curvature)
-        grad = grad / factor.square()
+        grad = poincare.bounded(grad / factor.square())
         length = factor.square() * grad.square().sum(dim=1, keepdim=True)
         exp_avg.mul_(beta1).add_(grad, alpha=1 - beta1)
         exp_avg_sq.mul_(beta2).add_(length, alpha=1 - beta2)
@@ -178,5 +209,5 @@ class RiemannianSGD(PoincareRule):
         group: Mapping[str, Any],
     ) -> None:
         factor = poincare.conformal_factor(weight, self.curvature)
-        velocity = grad / factor.square() * -float(group["lr"])
+        velocity = poincare.bounded(grad / factor.square() * -float(group["lr"]))
         weight.copy_(self._move(weight, velocity, group))

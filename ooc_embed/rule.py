@@ -21,11 +21,13 @@ class Rule:
         name: what a store calls it.
         padded: whether `update` takes rows padded to whole vectors, see `blocks`.
         fixed: hyper-parameters that stay as the table was made with them.
+        restricts: whether `admit` refuses or changes any rows.
     """
 
     name: ClassVar[str] = ""
     padded: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
+    restricts: ClassVar[bool] = False
     lr: float | torch.Tensor = 1e-3
 
     def __post_init__(self) -> None:

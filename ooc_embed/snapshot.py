@@ -12,7 +12,7 @@ from pathlib import Path
 
 from . import claim, durable
 from .arrays import METADATA
-from .disk_facts import free_bytes, on_same_disk, warn_of_network
+from .disk_facts import free_bytes, warn_of_network
 from .log import files_of
 from .progress import progress
 from .store import Store
@@ -31,18 +31,21 @@ def snapshot(store: Store, path: Path) -> None:
         OSError: the disk is full, or too small, or failed; nothing is left at ``path``.
     """
     if path.is_relative_to(store.path.resolve()):
-        raise ValueError(f"{path} is inside of {store.path}: choose a path beside it")
+        raise ValueError(f"{path} is the store or inside of it: choose a path beside {store.path}")
     claim.check_free(path, overwrite=False, remedy="choose another path for the snapshot")
     files = list(_files(store))
     warn_of_network(path)
-    if not on_same_disk(store.path, path):
-        _check_space(path, sum(file.stat().st_size for file, _ in files))
+    links = True
     with claim.claimed(path, overwrite=False) as lock:
-        for file, may_link in progress(files, "making a snapshot", "file"):
+        for place, (file, may_link) in enumerate(progress(files, "making a snapshot", "file")):
             target = path / file.relative_to(store.path)
             durable.make_directory(target.parent)
-            if not (may_link and durable.link(file, target)):
-                durable.copy(file, target)
+            if may_link and durable.link(file, target):
+                continue
+            if may_link and links:  # the first that has no second name: none will
+                links = False
+                _check_space(path, sum(left.stat().st_size for left, _ in files[place:]))
+            durable.copy(file, target)
         durable.sync_tree(path)
         store.name_copy(path)
         lock.close()
@@ -53,7 +56,8 @@ def _check_space(path: Path, nbytes: int) -> None:
     if free < nbytes:
         raise OSError(
             errno.ENOSPC,
-            f"a snapshot on another disk is a copy of {nbytes:,} bytes, {free:,} bytes are free",
+            f"without links a snapshot is a copy of {nbytes:,} bytes, {free:,} bytes are free: "
+            f"give a path on the store's own disk, or make room",
             str(path),
         )
 

@@ -27,14 +27,12 @@ from .log import ALIGNMENT, FillRecords, LogState
 from .logs import Logs
 from .manifest import Manifest
 from .merging import Merge
+from .moving import Tail
 from .places import StoredRecords
 from .progress import progress
 from .stats import Counters
 from .store import Store
 from .warning import warn
-
-# Rows whose places are looked at together where a whole log may have to move.
-_MOVED_ROWS = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -164,8 +162,6 @@ class Storage:
         """
         begin = time.perf_counter()
         self._store_dirty()
-        # A merge that failed is told below, and no checkpoint comes of this call then.
-        checkpoint = checkpoint and not self._chunks.merge_failed
         last, active = self.manifest.commit, self._logs.active
         if active.state != active.committed or (facts.step, facts.param_groups) != (
             last.step,
@@ -174,20 +170,29 @@ class Storage:
             self._sync()
             logs = self._logs.states(seal=flush or self._full)
             # To sync may have moved commits to other logs.
-            history = self.manifest.history.added(facts, logs, self._branch)
-            self._name_history(history.handed_out() if checkpoint else history)
+            self._name_history(self.manifest.history.added(facts, logs, self._branch))
             self._counters.committed(begin)
-        elif checkpoint and last.number not in self.manifest.history.checkpoints[-1:]:
-            self._name_history(self.manifest.history.handed_out())
         try:
-            self._conclude_merge(forgiving=closing and not flush)
-            self._seal(flush or self._full)
-            while flush and self._logs.sealed:
-                self._finish_merge(shown=True)
-                self._seal(True)
-        except (OSError, StoreError) as error:
+            self._advance_merge(flush=flush, closing=closing)
+        except (OSError, StoreError, MemoryError) as error:
             error.add_note("All steps up to here were committed all the same.")
             raise
+        history = self.manifest.history
+        # Not before: of a call that raises, no checkpoint comes.
+        if checkpoint and history.newest.number not in history.checkpoints[-1:]:
+            self._name_history(history.handed_out())
+
+    def _advance_merge(self, *, flush: bool, closing: bool) -> None:
+        """Behind a commit: end a merge that is over, seal a log that is full, or merge all."""
+        self._conclude_merge(forgiving=closing and not flush)
+        self._seal(flush or self._full)
+        while flush and self._logs.sealed:
+            self._finish_merge(shown=True)
+            self._seal(True)
+        if self._full and self.manifest.history.only_former_unmerged:
+            self._name_history(self.manifest.history.given_up())
+        if closing:
+            self.put_merge_down()
 
     def _store_dirty(self) -> None:
         """Append all dirty records to the log."""
@@ -202,6 +207,7 @@ class Storage:
         """Append all dirty records to the log, and make it durable: a commit but for its name."""
         self._store_dirty()
         self._sync()
+        self._conclude_merge()
 
     def _seal(self, wanted: bool) -> None:
         """Close the active log, which makes no commit: all that it has is in one already."""
@@ -233,7 +239,14 @@ class Storage:
         self._name_history(self.manifest.history.keeping(count))
 
     def _name_history(self, history: History) -> None:
-        self._name(replace(self.manifest, history=history))
+        self._name(self._manifest(history))
+
+    def _manifest(self, history: History) -> Manifest:
+        """The manifest with another history, and with what a merge has done so far."""
+        merged = self._chunks.merged
+        if merged != self.manifest.merged:
+            self.store.sync_table()
+        return replace(self.manifest, history=history, merged=merged)
 
     def _name(self, manifest: Manifest, then: Callable[[], None] = lambda: None) -> None:
         """Replace the manifest; memory follows what the disk says, even if the call fails late."""
@@ -267,32 +280,17 @@ class Storage:
             except CorruptStoreError as error:
                 self._failed = f"the disk lost what was appended ({error}): open the store again"
                 raise
-        low, high = old.base + old.committed.records, old.base + old.end
-        moved = []
+        tail = Tail(old, new, self._cache)
         try:
-            for start in range(0, len(self._cache.where), _MOVED_ROWS):
-                block = slice(start, start + _MOVED_ROWS)
-                rows = self._cache.stored_at(block, low, high)
-                if len(rows):
-                    positions = -(self._cache.find(rows).to(torch.int64) + 1) - old.base
-                    new.accept(new.write(rows.numpy(), old.copier(positions)))
-                    self._counters.appended(len(rows), self.store.layout.record_bytes)
-                    moved.append((block, new.base + new.end - len(rows)))
+            tail.copy(self._counters)
             logs = (old.committed, LogState(new.state.generation))
-            named = replace(self.manifest, history=self.manifest.history.restated(logs))
-            self._name(named, lambda: self._rehome(moved, low, high))
+            named = self._manifest(self.manifest.history.restated(logs))
+            self._name(named, tail.enter)
         finally:
             if self._logs.active is old:
                 with uninterrupted():
                     new.restart(new.state.generation)
                     new.drop_tail()
-
-    def _rehome(self, moved: list[tuple[slice, int]], low: int, high: int) -> None:
-        for block, position in moved:
-            self._cache.rehome(self._cache.stored_at(block, low, high), position)
-        # Rows in the cache whose newest record stays behind must be stored again.
-        homes = self._cache.home
-        self._cache.dirty |= (homes < -low) & (homes >= -high) & self._cache.occupied()
 
     # Merging
 
@@ -307,9 +305,7 @@ class Storage:
         history = self.manifest.history
         if not history.unmerged:
             return
-        # The former checkpoint's is only for the time until the newest is a file.
-        told = [c for c in history.unmerged if c.number not in history.checkpoints[:-1]]
-        if told:
+        if told := [commit for commit in history.unmerged if not history.is_former(commit)]:
             names = ", ".join(f"{commit.number} (step {commit.step})" for commit in told)
             warn(
                 f"{self.store.path}: merging the log gives up commit {names}, which rollback could "
@@ -324,6 +320,12 @@ class Storage:
     def stop_merge(self) -> None:
         """Let a merge end early; `begin_merge` goes on with it."""
         self._chunks.stop_merge()
+
+    def put_merge_down(self) -> None:
+        """Stop a merge, and name what it has done: files that nobody watches have a checksum."""
+        self.stop_merge()
+        if self._chunks.merged != self.manifest.merged:
+            self._name_history(self.manifest.history)
 
     def _finish_merge(self, *, shown: bool = False) -> None:
         """Wait until no log is sealed. An interrupted wait leaves the merge going on."""
@@ -351,7 +353,7 @@ class Storage:
             self.store.sync_table()
             log = self._logs.other
             history, checksums = self.manifest.history.merged(), self._chunks.checksums
-            self._name(replace(self.manifest, history=history, checksums=checksums))
+            self._name(replace(self.manifest, history=history, checksums=checksums, merged={}))
             log.drop_tail()
             self._counters.merged(merge.seconds)
 
@@ -370,14 +372,14 @@ class Storage:
         self.stop_merge()
         if target != self.manifest.commit:
             history = history.rolled_back(target)
-            self.store.write_manifest(replace(self.manifest, history=history))
+            self.store.write_manifest(self._manifest(history))
 
     def resize(self, facts: Facts) -> None:
         """Commit another number of rows, right behind `store_all`."""
         self.stop_merge()
         logs = self._logs.states(seal=False)
         history = self.manifest.history.added(facts, logs, self._branch)
-        self.store.resize(replace(self.manifest, history=history))
+        self.store.resize(self._manifest(history))
 
     # Life
 

@@ -287,7 +287,7 @@ class Store:
                     )
         if any(log.records > layout.log.capacity for log in manifest.commit.logs):
             raise FormatError(f"{self.path}: a log of the manifest is longer than its array")
-        if any(index >= layout.num_chunks for index in manifest.checksums):
+        if any(index >= layout.num_chunks for index in manifest.checksums | manifest.merged):
             raise FormatError(f"{self.path}: the manifest names a chunk behind the table's end")
         return layout
 

@@ -1,22 +1,26 @@
-"""Warns at the line of the user's code that called the package. Knows where the package is."""
+"""Warns at the line of the user's code that came here. Knows whose files are none of the user's."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import warnings
+import weakref
 from pathlib import Path
-from types import FrameType
 
-_PACKAGE = str(Path(__file__).parent)
+import torch
+
+_OTHERS = (
+    *(f"{Path(file).parent}{os.sep}" for file in (__file__, torch.__file__)),
+    contextlib.__file__,
+    weakref.__file__,
+)
 
 
 def warn(text: str) -> None:
-    """Give a warning that names the first line outside of the package on the way here."""
-    level, frame = 1, _caller(sys._getframe())
-    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        level, frame = level + 1, _caller(frame)
+    """Give a warning that names the first line on the way here that is the user's."""
+    level, frame = 1, sys._getframe().f_back
+    while frame is not None and frame.f_code.co_filename.startswith(_OTHERS):
+        level, frame = level + 1, frame.f_back
     warnings.warn(text, stacklevel=level + 1)
-
-
-def _caller(frame: FrameType) -> FrameType | None:
-    return frame.f_back

@@ -68,8 +68,11 @@ def chunk_files(path: Path, name: str = "table") -> list[Path]:
     return sorted(files, key=lambda file: int(file.name.split(".")[1]))
 
 
-def read_by_hand(path: Path, name: str) -> NDArray[Any]:
-    """An array of numbers by json and np.fromfile: absent chunks are the fill value."""
+def read_by_hand(path: Path, name: str, stop: int | None = None) -> NDArray[Any]:
+    """An array of numbers by json and np.fromfile: absent chunks are the fill value.
+
+    Chunks from element `stop` on are left out.
+    """
     described = metadata(path, name)
     shape = described["shape"]
     chunk = described["chunk_grid"]["configuration"]["chunk_shape"]
@@ -78,6 +81,8 @@ def read_by_hand(path: Path, name: str) -> NDArray[Any]:
     whole = np.full([count * chunk[0], *shape[1:]], described["fill_value"], dtype)
     for file in chunk_files(path, name):
         index = int(file.name.split(".")[1])
+        if stop is not None and index * chunk[0] >= stop:
+            continue
         block = np.fromfile(file, dtype).reshape(chunk)
         whole[index * chunk[0] : (index + 1) * chunk[0]] = block
     return whole[: shape[0]]

@@ -23,6 +23,7 @@ from torch import nn
 
 import ooc_embed
 from ooc_embed import DiskEmbedding, StoreError, report
+from ooc_embed.storage import Storage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -69,10 +70,10 @@ def test_a_merge_waits_until_both_checkpoints_have_the_sealed_log(
 ) -> None:
     with create(path) as emb:
         emb.state_dict()
-        go_on(emb, SEED, 40)
-        assert going_back.is_sealed(path)
+        while not going_back.is_sealed(path):
+            go_on(emb, SEED, emb.step + 1)
         emb.state_dict()
-        go_on(emb, SEED, 41)
+        go_on(emb, SEED, emb.step + 2)
         assert not store_files.chunk_files(path)
         assert emb.stats().merges == 0
         emb.state_dict()
@@ -131,18 +132,13 @@ def test_a_checkpoint_that_a_failed_merge_stops_is_not_held_fast(
     path: Path, states: list[workload.State]
 ) -> None:
     with create(path) as emb:
-        go_on(emb, SEED, 2)
-        saved = [emb.state_dict()]
-        go_on(emb, SEED, 4)
-        saved.append(emb.state_dict())
-        emb.flush()
 
         def fail(name: str, arguments: tuple[Any, ...]) -> None:
             if name == "rename" and "/c." in str(arguments[1]):
                 raise OSError(errno.EIO, "failing on purpose")
 
         go_on(emb, SEED, 6)
-        saved = [emb.state_dict()]
+        saved = emb.state_dict()
         with system_calls.watched(path, fail), pytest.raises(OSError, match="on purpose"):
             emb.flush()
         for step in (7, 8):
@@ -152,10 +148,13 @@ def test_a_checkpoint_that_a_failed_merge_stops_is_not_held_fast(
             merging.fail(OSError(errno.EIO, "failing on purpose"))
             with pytest.raises(OSError, match="on purpose") as caught:
                 emb.state_dict()
-            assert "All steps up to here were committed" in caught.value.__notes__[-1]
+            assert caught.value.__notes__ == [
+                "It was a merge in the background that failed; the next commit begins it again.",
+                "All steps up to here were committed all the same.",
+            ]
             assert max(emb.commits().values()) == step
         assert 6 in emb.commits().values()
-        ooc_embed.rollback(emb, saved[-1])
+        ooc_embed.rollback(emb, saved)
         workload.assert_table_is(emb, states[6])
 
 
@@ -183,7 +182,7 @@ def test_a_checkpoint_of_a_copy_is_refused_by_its_original_and_the_other_way_rou
             each.load_state_dict(own)
             assert "a copy of the store made it" in messages(each, foreign)
             before = each.weight[:]
-            with pytest.raises(StoreError, match="is another one than that of the checkpoint"):
+            with pytest.raises(StoreError, match="none of .*: a rollback took it back, or a copy"):
                 ooc_embed.rollback(each, foreign)
             assert torch.equal(each.weight[:], before)
             ooc_embed.rollback(each, shared)
@@ -223,13 +222,95 @@ def test_a_checkpoint_from_before_there_were_branches_loads(path: Path) -> None:
         messages(emb, old)
 
 
+def test_a_checkpoint_that_fails_behind_its_commit_is_not_held_fast(
+    path: Path, states: list[workload.State]
+) -> None:
+    """A merge fails while the commit is being made; what the call raises names no checkpoint."""
+    with create(path) as emb:
+        go_on(emb, SEED, 3)
+        saved = emb.state_dict()
+        for step in (4, 5, 6):
+            go_on(emb, SEED, step, commits=False)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(Storage, "_conclude_merge", _fail)
+                with pytest.raises(OSError, match="on purpose"):
+                    emb.state_dict()
+        assert list(emb.commits().values()) == [3, 6]
+        ooc_embed.rollback(emb, saved)
+        workload.assert_table_is(emb, states[3])
+
+
+def _fail(*_: Any, **__: Any) -> None:
+    raise OSError(errno.EIO, "failing on purpose")
+
+
+def test_commits_that_are_to_be_kept_are_given_up_with_a_warning_though_a_checkpoint_has_one(
+    path: Path,
+) -> None:
+    with create(path, keep=3) as emb:
+        go_on(emb, SEED, 1, commits=False)
+        emb.state_dict()
+        go_on(emb, SEED, 2, commits=False)
+        emb.state_dict()
+        go_on(emb, SEED, 3, commits=False)
+        with pytest.warns(UserWarning, match=r"gives up commit 1 \(step 1\), 2 \(step 2\), which"):
+            emb.flush()
+
+
+def test_a_full_log_gives_up_the_former_checkpoint_alone_without_a_word(
+    path: Path, weight: torch.Tensor
+) -> None:
+    """Training does not wait for the merge then, though every epoch has one checkpoint."""
+    shadow = workload.Shadow(weight)
+    ids, grads = torch.arange(workload.ROWS), torch.ones(workload.ROWS, workload.DIM).double()
+    with create(path, cache_bytes=1 << 22) as emb, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for epoch in range(6):
+            workload.train(emb, ids, grads)
+            shadow.train(ids, grads)
+            emb.state_dict()
+            log = store_files.newest_commit(path)["logs"][-1]["records"]
+            assert log < 2 * workload.ROWS, epoch
+        assert emb.stats().merges > 1
+        workload.assert_table_is(emb, shadow.state())
+
+
+def test_a_reader_that_is_older_than_a_checkpoint_is_told_to_open_again(path: Path) -> None:
+    with create(path) as emb:
+        go_on(emb, SEED, 3)
+        with DiskEmbedding.open(path, mode="r") as reader:
+            go_on(emb, SEED, 5)
+            assert "earlier commit: open the table again" in messages(reader, emb.state_dict())
+
+
+def test_a_checkpoint_of_a_number_that_is_not_there_is_refused_without_a_branch_too(
+    path: Path,
+) -> None:
+    with create(path) as emb:
+        words = {**going_back.word_of(emb), "commit": 7}
+        del words["branch"]
+        old = {WORD: torch.tensor(list(json.dumps(words).encode()), dtype=torch.uint8)}
+        messages(emb, old)
+
+
+def test_info_names_checkpoints_and_a_log_that_waits_for_them(path: Path) -> None:
+    with create(path) as emb:
+        go_on(emb, SEED, 2)
+        emb.state_dict()
+        go_on(emb, SEED, 40)
+        assert going_back.is_sealed(path)
+        text = report.describe(path)
+    assert "checkpoints have 2" in text
+    assert "waiting for kept commits" in text
+
+
 def test_lowering_keep_commits_lets_a_merge_begin_that_waited(path: Path) -> None:
     with create(path, keep=50) as emb:
         go_on(emb, SEED, 40)
         assert going_back.is_sealed(path)
-        assert emb._table._storage.begin_merge() is None
+        assert emb._table._storage._chunks.merge is None
         emb.keep_commits = 1
-        assert emb._table._storage.begin_merge() is not None
+        assert emb._table._storage._chunks.merge is not None
 
 
 def test_a_flush_gives_up_what_is_kept_with_a_warning(
@@ -347,7 +428,7 @@ def test_a_checkpoint_of_a_commit_that_a_rollback_took_back_is_refused_at_the_sa
         go_on(emb, SEED + 1, 6)
         assert emb.step == going_back.read_word(undone)["step"] == 6
         assert "a rollback took it back" in messages(emb, undone)
-        with pytest.raises(StoreError, match=r"commit 6 of .*t.zarr is not kept"):
+        with pytest.raises(StoreError, match=r"names a commit 6 that is none of .*t.zarr"):
             ooc_embed.rollback(emb, undone)
         kept = emb.state_dict()
         emb.load_state_dict(kept)

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import going_back
 import pytest
+import store_files
 import system_calls
 import torch
 from test_merging import ROWS, Pair, sealed, wait_for_merge
@@ -103,6 +105,69 @@ def test_a_damaged_chunk_stays_refused_though_the_store_is_read_anew(
     torch.testing.assert_close(pair.emb.weight[:ROWS], pair.ram.weight)
 
 
+def _stop_by_close(pair: Pair) -> Path:
+    with pytest.warns(UserWarning, match="a merge failed"):
+        pair.emb.close()
+    return pair.path
+
+
+def _stop_by_commit(pair: Pair) -> Path:
+    """A kill comes behind a commit that was made while the merge went on."""
+    with pytest.raises(OSError, match="on purpose"):
+        pair.emb.commit()
+    pair.train()
+    pair.emb.commit()
+    going_back.abandon(pair.emb)
+    return pair.path
+
+
+def _stop_by_snapshot(pair: Pair) -> Path:
+    with pytest.raises(OSError, match="on purpose"):
+        pair.emb.commit()
+    pair.emb.snapshot(pair.path.with_name("s.zarr"))
+    pair.emb.close()
+    return pair.path.with_name("s.zarr")
+
+
+@pytest.mark.parametrize("stop", [_stop_by_close, _stop_by_commit, _stop_by_snapshot])
+def test_a_file_that_a_merge_replaced_has_a_checksum_though_the_merge_was_stopped(
+    pair: Pair, stop: Callable[[Pair], Path]
+) -> None:
+    """What is damaged is a row that the sealed log does not have."""
+
+    def fail_late(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "rename" and "c.5.0" in str(arguments[1]):
+            raise OSError(errno.EIO, "failing on purpose")
+
+    before = store_files.manifest(pair.path)["chunk_crc32"]
+    ids = torch.arange(ROWS)
+    with system_calls.watched(pair.path, fail_late):
+        for part in ids[ids % 4 != 0].split(500):
+            pair.train_rows(part)
+        pair.emb.commit()
+        assert sealed(pair.path)
+        wait_for_merge(pair.emb)
+    path = stop(pair)
+    merged = store_files.manifest(path)["merged_crc32"]
+    assert sorted(map(int, merged)) == [0, 1, 2, 3, 4]
+    assert all(merged[index] != before[index] for index in merged)
+    assert report.verify(path) == []
+    chunk = path / "table" / "c.1.0"
+    kept = chunk.read_bytes()
+    _flip(chunk)
+    assert [problem for problem in report.verify(path) if "c.1.0" in problem]
+    with DiskEmbedding.open(path) as emb:
+        for _ in range(2):
+            with pytest.raises(
+                CorruptStoreError, match=r"c\.1\.0 was changed .* put the file back"
+            ):
+                emb.flush()
+        _replace(chunk, kept)
+        emb.flush()
+        torch.testing.assert_close(emb.weight[:], pair.ram.weight)
+    assert report.verify(path) == []
+
+
 def test_merged_rows_that_were_damaged_before_their_merge_ended_are_found(pair: Pair) -> None:
     """The merge had replaced their file, so that the manifest has no checksum of it yet."""
     pair.train_rows(torch.arange(0, ROWS, 3))
@@ -147,7 +212,9 @@ def test_the_error_of_a_merge_ahead_of_a_commit_does_not_say_that_it_was_made(
         patch.setattr(Storage, "has_room", lambda *_: False)  # the log must be moved to commit
         with pytest.raises(CorruptStoreError) as caught:
             pair.emb.commit()
-    assert not any("committed" in note for note in caught.value.__notes__)
+    assert caught.value.__notes__[-1:] == [
+        "It was a merge in the background that failed; the next commit begins it again."
+    ]
     assert pair.emb.commits() == before
     _replace(chunk, kept)
     pair.emb.flush()

@@ -178,6 +178,12 @@ def test_points_that_all_coincide_rank_last(tree: Hierarchy) -> None:
     assert got.mean_rank == pytest.approx((NODES - counts[tree.pairs[:, 0]]).float().mean().item())
 
 
+def test_points_that_are_none_are_not_ranked_first(tree: Hierarchy) -> None:
+    for points in (torch.full((tree.num_nodes, 2), torch.nan), torch.zeros(tree.num_nodes - 1, 2)):
+        with pytest.raises(ValueError, match="as many points, all finite"):
+            hierarchy.evaluate(tree, points)
+
+
 def test_nodes_without_ancestors_cannot_be_ranked(tree: Hierarchy) -> None:
     with pytest.raises(ValueError, match="none of these nodes has an ancestor"):
         hierarchy.evaluate(tree, torch.zeros(NODES, 3), nodes=torch.tensor([0]))

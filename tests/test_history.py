@@ -115,6 +115,15 @@ def test_words_do_not_grow_without_bound() -> None:
     assert 100 < len(kept.branches) < 300
 
 
+def test_the_words_of_commits_that_are_kept_stay_however_old() -> None:
+    kept = more(history(0)).handed_out()
+    for number in range(1000):
+        kept = more(kept, branch=f"word {number}")
+    assert numbers(kept) == [1, 1001]
+    assert kept.branch_of(1) == "a"
+    kept.check()
+
+
 def test_a_rollback_behind_a_commit_handed_out_forgets_that() -> None:
     kept = more(more(history(0, 1, keep=9).handed_out()).handed_out())
     assert kept.checkpoints == (1, 2)

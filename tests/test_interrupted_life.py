@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import math
 import sys
+import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +17,9 @@ import system_calls
 import torch
 
 from ooc_embed import DiskEmbedding, checkpoint, report
+from ooc_embed.merging import Worker
 from ooc_embed.opened import OpenTable
+from ooc_embed.storage import Storage
 from ooc_embed.store import Store
 
 CALLS = (*system_calls.WRITES, *system_calls.SYNCS, *system_calls.NAMES, "open")
@@ -69,6 +75,64 @@ def test_ctrl_c_ahead_of_the_last_commit_frees_the_store(
         tables.clear()
         gc.collect()
     with DiskEmbedding.open(tmp_path / "t.zarr") as again:
+        assert again.step == 1
+
+
+@pytest.mark.parametrize("ending", ["interrupt", "warning"])
+def test_a_merge_that_goes_on_does_not_keep_a_dropped_table_locked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """Its threads have the store, and wait for somebody to settle what they finished."""
+    path = tmp_path / "t.zarr"
+    tables = [DiskEmbedding(50_000, 2, path=path, chunk_rows=1024, cache_bytes=1 << 22)]
+    tables[0](torch.arange(50_000)).sum().backward()
+    tables[0].commit()
+    assert tables[0]._table._storage._chunks.merge is not None
+    tables[0](torch.arange(5)).sum().backward()
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(sys, "unraisablehook", lambda *_: None)
+        if ending == "interrupt":
+            patch.setattr(checkpoint.close_dropped, "__code__", _interrupt.__code__)
+        else:
+            tables[0].optimizer.param_groups[0]["lr"] = math.nan
+        tables.clear()
+        gc.collect()
+    for thread in threading.enumerate():
+        if isinstance(thread, Worker):
+            thread.join(60)
+    gc.collect()
+    with DiskEmbedding.open(path) as again:
+        assert again.step == (1 if ending == "interrupt" else 2)
+    assert report.verify(path) == []
+
+
+def test_a_table_that_a_merge_thread_drops_is_released_though_its_last_commit_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "t.zarr"
+    tables = [make(path)]
+    failed = threading.Event()
+
+    def fail(*_: Any, **__: Any) -> None:
+        failed.set()
+        raise OSError(errno.ENOSPC, "no room, on purpose")
+
+    def drop() -> None:
+        tables.clear()
+        gc.collect()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Storage, "commit", fail)
+        patch.setattr(threading, "excepthook", lambda *_: None)
+        worker = Worker(target=drop)
+        worker.start()
+        worker.join()
+        assert failed.wait(60)
+        for thread in threading.enumerate():
+            if thread is not threading.current_thread():
+                thread.join(1)
+    with DiskEmbedding.open(path) as again:
         assert again.step == 1
 
 

@@ -14,7 +14,9 @@ from ooc_embed import DiskEmbedding, disk_facts, report
 IDS = torch.tensor([1, 2, 2, 7])
 
 
-@pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "fuse.sshfs"])
+@pytest.mark.parametrize(
+    "kind", ["nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "fuse.sshfs", "9p", "virtiofs"]
+)
 def test_a_writer_on_a_network_file_system_is_warned_and_a_reader_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:

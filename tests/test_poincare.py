@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -120,6 +121,53 @@ def test_projected_points_are_inside_and_others_are_left_alone(
     assert (moved.norm(dim=1) < 1 / math.sqrt(curvature)).all()
     zero = torch.zeros(1, 4, dtype=dtype)
     assert torch.equal(poincare.project(zero, curvature), zero)
+
+
+POINTS = torch.tensor([[0.1, 0.2], [0.3, -0.4]])
+FUNCTIONS: list[Callable[..., torch.Tensor]] = [
+    lambda c, x=POINTS: poincare.project(x, c),
+    lambda c, x=POINTS: poincare.distance(x, -x, c),
+    lambda c, x=POINTS: poincare.mobius_add(x, -x, c),
+    lambda c, x=POINTS: poincare.expmap(x, -x, c),
+    lambda c, x=POINTS: poincare.logmap(x, -x, c),
+    lambda c, x=POINTS: poincare.parallel_transport(x, -x, x, c),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_a_curvature_that_is_none_is_refused(function: Callable[..., torch.Tensor]) -> None:
+    for curvature in (0.0, -1.0, math.inf, math.nan):
+        with pytest.raises(ValueError, match="above 0 and finite"):
+            function(curvature)
+    with pytest.raises(TypeError, match="gets no gradient"):
+        function(torch.tensor(1.0, requires_grad=True))
+    with pytest.raises(TypeError, match=r"floating-point numbers, got torch\.int64"):
+        function(1.0, torch.tensor([[1, 0]]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_half_precision_gives_numbers_where_points_coincide_and_at_the_origin(
+    function: Callable[..., torch.Tensor], dtype: torch.dtype
+) -> None:
+    for x in (torch.zeros(3, 2, dtype=dtype), torch.full((3, 2), 0.3, dtype=dtype)):
+        assert function(1.0, x).isfinite().all()
+        assert poincare.logmap(x, x).abs().max() == 0
+        assert torch.equal(poincare.expmap(x, torch.zeros_like(x)), x)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes"), [(torch.float32, (1e18, 1e19, 3e38)), (torch.float64, (1e160, 1e308))]
+)
+def test_points_whose_squares_overflow_come_to_the_boundary_too(
+    dtype: torch.dtype, sizes: tuple[float, ...]
+) -> None:
+    for size in sizes:
+        far = torch.tensor([[size, 0.0], [0.0, -size]], dtype=dtype)
+        want = poincare.project(far.sign() * 5)
+        torch.testing.assert_close(poincare.project(far), want)
+        origin = torch.zeros_like(far)
+        torch.testing.assert_close(poincare.expmap(origin, far), want)
 
 
 @pytest.mark.parametrize("curvature", CURVATURES)

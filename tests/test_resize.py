@@ -23,7 +23,7 @@ from shadowed import Run, make
 
 import ooc_embed
 from conftest import Stores
-from ooc_embed import DiskEmbedding, report
+from ooc_embed import DiskEmbedding, opened, report
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -355,19 +355,35 @@ emb = DiskEmbedding(10**6, 64, path=sys.argv[1])
 emb(torch.arange(100)).sum().backward()
 emb.commit()
 emb(torch.arange(200)).sum().backward()
-before = emb.weight[:400], emb.commits()
+first = emb.weight[:400]
+commits = emb.commits()
 used = 4096 * int(open("/proc/self/statm").read().split()[0])
 resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 30), -1))
 for rows in (10**8, 2 * 10**8):
     try:
         emb.resize(rows)
     except OSError as error:
-        assert "mmap of" in str(error), error
+        assert f"a table of {rows:,} rows has no room" in str(error), error
     else:
         raise AssertionError(rows)
 assert emb.num_embeddings == 10**6
-assert emb.commits() == before[1]
-assert torch.equal(emb.weight[:400], before[0])
+assert emb.commits() == commits
+# Where there is room for one of the maps, or the other, or both.
+refused = grown = 0
+for megabytes in range(1000, 10_000, 500):
+    used = 4096 * int(open("/proc/self/statm").read().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (used + (megabytes << 20), -1))
+    before = emb.num_embeddings
+    try:
+        emb.resize(before + 50_000)
+        grown += 1
+    except OSError as error:
+        refused += 1
+        assert emb.num_embeddings == before
+    assert not emb.closed
+assert refused and grown, (refused, grown)
+resource.setrlimit(resource.RLIMIT_AS, (-1, -1))
+assert torch.equal(emb.weight[:400], first)
 emb(torch.arange(300)).sum().backward()
 emb.resize(2 * 10**6)
 assert torch.equal(emb.version[:400], torch.tensor([3] * 100 + [2] * 100 + [1] * 100 + [0] * 100))
@@ -398,6 +414,66 @@ def test_a_growth_is_one_commit(stores: Stores) -> None:
     emb.close()
 
 
+def test_rows_that_are_read_ahead_are_checked_against_the_map_that_is_used(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the check of the ids and the reading the table goes back to fewer rows, or closes."""
+    emb = crash_child.create(str(stores.new_path()), workload.SMALL_CACHE)
+    emb.keep_commits = 2
+    emb.resize(MORE)
+    fetcher = emb._table._rows
+    ids = torch.arange(MORE)
+    emb.rollback(0)
+    emb._table._rows.prefetch(ids)
+    fetcher.prefetch(ids)  # whose cache has no map any more
+    emb.close()
+
+
+@pytest.mark.parametrize("what", ["empty_map", "Span"])
+def test_any_memory_that_is_not_there_stops_a_growth_before_its_commit(
+    stores: Stores, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    emb = crash_child.create(str(stores.new_path()), workload.SMALL_CACHE)
+    workload.train(emb, torch.arange(9), torch.ones(9, workload.DIM).double())
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOMEM, "mmap of 7 bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(opened.RowCache if what == "empty_map" else opened, what, refuse)
+        with pytest.raises(OSError, match=r"9,500 rows has no room .*mmap of 7 bytes") as caught:
+            emb.resize(MORE)
+    assert caught.value.errno == errno.ENOMEM
+    assert emb.commits() == {0: 0}
+    emb.resize(MORE)
+    assert emb.commits() == {1: 1}
+    emb.close()
+
+
+def test_a_growth_keeps_what_a_merge_has_done_and_tells_what_made_one_fail(
+    stores: Stores,
+) -> None:
+    run = make(stores.new_path(), keep=1, cache=1 << 22)
+    ids, grads = torch.arange(workload.ROWS), torch.ones(workload.ROWS, workload.DIM).double()
+    for turn in range(2):
+        workload.train(run.emb, ids, grads)
+        run.emb.commit()
+        merge = run.emb._table._storage._chunks.merge
+        assert merge is not None
+        if turn:
+            merge.fail(OSError(errno.EIO, "on purpose"))
+            with pytest.raises(OSError, match="on purpose"):
+                run.emb.resize(MORE + 1)
+            assert run.emb.num_embeddings == MORE
+        else:
+            for worker in merge._workers:
+                while worker.is_alive() and merge.left:
+                    run.emb._table._storage.settle()
+            run.emb.resize(MORE)
+            assert run.emb.stats().merges == 1
+    run.emb.close()
+
+
 def test_rows_are_read_ahead_while_the_table_grows_and_goes_back(stores: Stores) -> None:
     """In the instant of a change the map is of another length, or none."""
     emb = crash_child.create(str(stores.new_path()), workload.SMALL_CACHE)
@@ -410,7 +486,7 @@ def test_rows_are_read_ahead_while_the_table_grows_and_goes_back(stores: Stores)
             try:
                 emb.prefetch(torch.arange(0, emb.num_embeddings, 3))
             except IndexError as error:  # of ids that the table has no longer
-                if "out of range" not in str(error) and "must be" not in str(error):
+                if "out of range for a table of" not in str(error):
                     errors.append(error)
             except BaseException as error:
                 errors.append(error)

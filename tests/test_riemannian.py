@@ -191,7 +191,8 @@ def test_given_rows_are_moved_in_or_refused(make_table: Any, store_path: Any) ->
     emb.weight[[4, 5]] = torch.tensor([[0.0, -1.005], [0.1, 0.1]])
     assert emb.weight[4].tolist() == pytest.approx([0, -0.996])
     for bad in ([[0.0, 1.2], [0.1, 0.1]], [[0.0, math.nan], [0.1, 0.1]]):
-        with store_files.untouched(emb.path), pytest.raises(ValueError, match="outside"):
+        text = "outside|is not finite"
+        with store_files.untouched(emb.path), pytest.raises(ValueError, match=text):
             emb.weight[[6, 7]] = torch.tensor(bad)
         assert torch.equal(emb.weight[6:8], rows[6:8])
     with pytest.raises(ValueError, match=r"norm 3\.\d+, outside of the ball"):
@@ -201,6 +202,77 @@ def test_given_rows_are_moved_in_or_refused(make_table: Any, store_path: Any) ->
     assert not store_path.exists()
     emb.state["exp_avg"][6] = torch.tensor([5.0, 5.0])  # moments are no points
     assert emb.state["exp_avg"][6].tolist() == [5, 5]
+
+
+def test_rows_that_are_refused_cost_no_store_that_is_to_be_overwritten(
+    make_table: Any, tmp_path: Any
+) -> None:
+    emb = make_table(10, 2, optimizer=RiemannianAdam())
+    emb.close()
+    rows = torch.zeros(10, 2)
+    rows[9] = 2
+    ram = torch.nn.Embedding.from_pretrained(rows)
+    options: dict[str, Any] = {"path": emb.path, "optimizer": RiemannianAdam(), "overwrite": True}
+    with store_files.untouched(emb.path):
+        with pytest.raises(ValueError, match="outside of the ball"):
+            ooc_embed.DiskEmbedding(10, 2, init=rows, **options)
+        with pytest.raises(ValueError, match="outside of the ball"):
+            ooc_embed.DiskEmbedding.from_embedding(ram, **options)
+        with pytest.raises(ValueError, match="outside of the ball"):
+            ooc_embed.DiskEmbedding.from_pretrained(rows, **options)
+    model = torch.nn.ModuleDict({"good": torch.nn.Embedding(10, 2), "bad": ram})
+    model["good"].weight.data.zero_()
+    with pytest.raises(ValueError, match="outside of the ball"):
+        ooc_embed.replace_embeddings(
+            model, tmp_path / "tables", min_rows=1, optimizer=RiemannianAdam()
+        )
+    assert type(model["good"]) is torch.nn.Embedding
+    assert not (tmp_path / "tables").exists()
+
+
+def test_points_nearer_to_the_boundary_than_the_dtype_keeps_are_moved_with_a_warning(
+    make_table: Any,
+) -> None:
+    rows = torch.tensor([[0.9999, 0.0], [0.5, 0.0], [0.0, -0.9985]])
+    with pytest.warns(UserWarning, match=r"2 given rows .* distance of up to 3\.\d+") as caught:
+        make_table(3, 2, init=rows, optimizer=RiemannianAdam())
+    assert [warning.filename for warning in caught] == [caught[0].filename]
+    emb = make_table(3, 2, init=rows.double(), optimizer=RiemannianAdam(), dtype=torch.float64)
+    assert torch.equal(emb.weight[:], rows.double())  # without a warning
+    with pytest.raises(ValueError, match="outside of the ball"):
+        emb.weight[0] = torch.tensor([1.005, 0.0])  # no rounding of float64's
+
+
+@pytest.mark.parametrize("rule", [RiemannianAdam, RiemannianSGD])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 1e25), (torch.float64, 1e200)])
+def test_gradients_whose_squares_overflow_push_a_row_outward_all_the_same(
+    make_table: Any, rule: Any, dtype: torch.dtype, size: float
+) -> None:
+    emb = make_table(2, 2, optimizer=rule(lr=1.0), dtype=dtype)
+    emb.weight[0] = torch.tensor([0.3, 0.0])
+    (emb(torch.tensor([0])) * torch.tensor([[-size, 0.0]], dtype=dtype)).sum().backward()
+    assert emb.weight[0][0] > 0.7
+    emb(torch.tensor([0])).sum().backward()
+    for view in (emb.weight, *emb.state.values()):
+        assert view[:].isfinite().all()
+
+
+@pytest.mark.parametrize("curvature", [1e-7, 1e7])
+def test_a_curvature_that_no_float_has_digits_for_is_refused(curvature: float) -> None:
+    with pytest.raises(ValueError, match="from 1e-06 to 1e.06, got"):
+        RiemannianAdam(curvature=curvature)
+
+
+@pytest.mark.parametrize("curvature", [1e-6, 1e6])
+def test_rows_of_any_ball_begin_near_its_origin_and_train(
+    make_table: Any, curvature: float
+) -> None:
+    emb = make_table(50, 3, optimizer=RiemannianAdam(curvature=curvature))
+    assert float(emb.weight[:].norm(dim=1).max()) < 0.002 * radius_of(curvature)
+    for _ in range(3):
+        out = emb(torch.arange(50))
+        poincare.distance(out[:25], out[25:], curvature).sum().backward()
+    assert emb.weight[:].isfinite().all()
 
 
 @pytest.mark.parametrize("curvature", [0.0, -1.0])

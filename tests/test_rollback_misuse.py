@@ -156,6 +156,28 @@ def test_a_graph_from_before_a_rollback_cannot_step_the_rows_after_it(
     assert report.verify(path) == []
 
 
+@pytest.mark.parametrize("step_on", ["backward", "optimizer"])
+def test_a_rollback_behind_a_lookups_own_backward_stops_the_step_too(
+    path: Path, step_on: str
+) -> None:
+    """Its gradients are staged by then."""
+    with DiskEmbedding(50, 4, path=path, step_on=step_on) as emb:
+        early = torch.ones(4, requires_grad=True)
+        scaled = early * 2  # its backward comes after that of the lookup
+
+        def go_back(grad: torch.Tensor) -> None:
+            emb.rollback(0)
+
+        scaled.register_hook(go_back)
+        before = emb.weight[:]
+        out = emb(torch.tensor([1, 2]))
+        with pytest.raises(RuntimeError, match="went back to another commit"):
+            (out * scaled).sum().backward()
+        emb.optimizer.step()
+        assert emb.step == 0
+        assert torch.equal(emb.weight[:], before)
+
+
 def test_a_graph_from_before_a_growth_steps_as_ever(path: Path) -> None:
     with (
         DiskEmbedding(50, 4, path=path) as emb,

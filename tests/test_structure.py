@@ -45,7 +45,7 @@ LAYERS = (
     ("manifest",),
     ("arrays", "claim"),
     ("store",),
-    ("merging", "bulk", "logs", "snapshot"),
+    ("merging", "moving", "bulk", "logs", "snapshot"),
     ("chunks",),
     ("storage",),
     ("evictor",),

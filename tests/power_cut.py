@@ -1,0 +1,117 @@
+"""A disk that loses power: what was not synced is lost, torn or undone. Knows files, no store."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import system_calls
+
+SECTOR = 512
+
+
+class Disk:
+    """Follows the calls below a folder, and says what a power cut could leave of it.
+
+    A file's bytes are safe once the file was synced, and a name once its folder was. Until then
+    each sector that was written, and each name that came, went or changed, is there or not, for
+    itself. That is more than journaling file systems do to anyone.
+
+    Args:
+        folder: an empty one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._numbers: dict[int, int] = {}
+        self._next = 0
+        self._safe_bytes: dict[int, bytes] = {}
+        self._safe_names: dict[int, dict[str, int]] = {}
+        self._gone: dict[int, bytes] = {}
+        self._folders: set[int] = set()
+
+    # The hooks of `system_calls.watched`
+
+    def before(self, name: str, arguments: tuple[Any, ...]) -> None:
+        if name in ("unlink", "remove"):
+            self._dies(Path(arguments[0]))
+        elif name in ("rename", "replace") and Path(arguments[1]).is_file():
+            self._dies(Path(arguments[1]))
+
+    def after(self, name: str, arguments: tuple[Any, ...]) -> None:
+        place = system_calls.target(arguments)
+        if name not in system_calls.SYNCS or place is None or not place.exists():
+            return
+        number = self._number(place)
+        if place.is_dir():
+            self._safe_names[number] = self._names(place)
+        else:
+            self._safe_bytes[number] = place.read_bytes()
+
+    def _dies(self, file: Path) -> None:
+        """Its name goes, but a power cut may bring it back; its inode may be another file's."""
+        if file.exists() and file.stat().st_nlink == 1:
+            self._gone[self._number(file)] = file.read_bytes()
+            del self._numbers[file.stat().st_ino]
+
+    def _number(self, place: Path) -> int:
+        """A number for a file or folder, that no other one ever has."""
+        inode = place.stat().st_ino
+        if inode not in self._numbers:
+            self._next += 1
+            self._numbers[inode] = self._next
+        if place.is_dir():
+            self._folders.add(self._numbers[inode])
+        return self._numbers[inode]
+
+    def _names(self, folder: Path) -> dict[str, int]:
+        return {entry.name: self._number(folder / entry.name) for entry in os.scandir(folder)}
+
+    # The cut
+
+    def leave(self, target: Path, rng: np.random.Generator, kept: float) -> None:
+        """Make a folder of what a power cut at this moment leaves.
+
+        Args:
+            target: a folder that is not there.
+            rng: draws what is kept.
+            kept: the part of what is not safe that is kept.
+        """
+        places = {}
+        for folder, folders, files in os.walk(self.folder):
+            for name in [*folders, *files]:
+                places[self._number(Path(folder, name))] = Path(folder, name)
+        self._leave(self._number(self.folder), self.folder, target, places, rng, kept)
+
+    def _leave(
+        self,
+        number: int,
+        place: Path | None,
+        target: Path,
+        places: dict[int, Path],
+        rng: np.random.Generator,
+        kept: float,
+    ) -> None:
+        if number not in self._folders:
+            now = self._gone[number] if place is None else place.read_bytes()
+            target.write_bytes(_torn(self._safe_bytes.get(number, b""), now, rng, kept))
+            return
+        target.mkdir()
+        safe = self._safe_names.get(number, {})
+        now_names = {} if place is None else self._names(place)
+        for name in sorted(safe.keys() | now_names.keys()):
+            names = now_names if rng.random() < kept else safe
+            if name in names:
+                child = names[name]
+                self._leave(child, places.get(child), target / name, places, rng, kept)
+
+
+def _torn(safe: bytes, now: bytes, rng: np.random.Generator, kept: float) -> bytes:
+    """A file's bytes: of each sector that differs, the new ones or the old ones; either length."""
+    size = len(now) if rng.random() < kept else len(safe)
+    old = np.frombuffer(safe.ljust(size, b"\0")[:size], dtype=np.uint8)
+    new = np.frombuffer(now.ljust(size, b"\0")[:size], dtype=np.uint8)
+    sectors = rng.random(-(-size // SECTOR)) < kept
+    return np.where(np.repeat(sectors, SECTOR)[:size], new, old).tobytes()
