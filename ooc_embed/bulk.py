@@ -5,7 +5,6 @@ Whole chunk files are written once, in order: the log is for rows that are touch
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 from .manifest import Layout
 from .memory import page_aligned
 from .progress import progress
+from .rule import Rule, tell_shifts
 
 _CHECKED_ROWS = 1 << 16
 # What becomes of given rows, (n, D).
@@ -36,17 +36,18 @@ def check_source(name: str, source: Any, shape: tuple[int, int]) -> None:
         raise TypeError(f"{name} must hold real numbers, got {block.dtype}")
 
 
-def check_rows(source: Any, admit: Admit, dtype: torch.dtype) -> None:
+def check_rows(source: Any, rule: Rule, dtype: torch.dtype) -> None:
     """Refuse rows that the table's rule does not admit, before anything is written.
 
     Raises:
         ValueError: a row cannot be the table's.
     """
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they come again with the rows
-        for start in range(0, len(source), _CHECKED_ROWS):
-            block = _block(source, start, min(start + _CHECKED_ROWS, len(source)))
-            admit(torch.as_tensor(block, dtype=dtype, device="cpu"))
+    shifts = [torch.empty(0)]
+    for start in range(0, len(source), _CHECKED_ROWS):
+        block = _block(source, start, min(start + _CHECKED_ROWS, len(source)))
+        rows = torch.as_tensor(block, dtype=dtype, device="cpu")
+        shifts.append(rule.shifts(rows, rule.admit(rows)))
+    tell_shifts(torch.cat(shifts))
 
 
 def chunks(

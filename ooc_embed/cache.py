@@ -212,7 +212,7 @@ class RowCache:
         where, start = self.where[rows], int(rows.start)
         return ((where < -low) & (where >= -high)).nonzero().squeeze(1) + start
 
-    def forget_homes(self, low: int, high: int) -> None:
+    def mark_dirty_at(self, low: int, high: int) -> None:
         """Rows in the cache whose newest record is at these positions must be stored again."""
         self.dirty |= (self.home < -low) & (self.home >= -high) & self.occupied()
 

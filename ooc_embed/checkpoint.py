@@ -18,8 +18,8 @@ _NONE_OF_ITS_PAST = (
 )
 
 
-def describe(table: Table) -> torch.Tensor:
-    """Which table a checkpoint belongs to, at which commit and step.
+def describe(table: Table, number: int) -> torch.Tensor:
+    """Which table a checkpoint belongs to, at which of its commits and at which step.
 
     Returns:
         ``(n,) uint8``, the bytes of a JSON text: what keeps tensors alone, as safetensors and with
@@ -28,9 +28,9 @@ def describe(table: Table) -> torch.Tensor:
     history = table.manifest.history
     words = {
         "table_id": table.manifest.table_id,
-        "commit": history.newest.number,
-        "branch": history.branch_of(history.newest.number),
-        "step": history.newest.step,
+        "commit": number,
+        "branch": history.branch_of(number),
+        "step": history.find(number, table.store.path).step,
     }
     return torch.tensor(list(json.dumps(words).encode()), dtype=torch.uint8, device="cpu")
 

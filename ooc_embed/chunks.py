@@ -51,7 +51,7 @@ class Chunks:
     @property
     def checksums(self) -> dict[int, int]:
         """Of all files, those that a merge has replaced among them."""
-        return self._store.manifest.checksums | self._merged
+        return self._store.manifest.checksums | self.merged
 
     @property
     def merged(self) -> dict[int, int]:

@@ -76,7 +76,7 @@ def create_table(
         title = "init" if name == "weight" else name
         bulk.check_source(title, source, (num_embeddings, fields[name]))
     if "weight" in sources and rule.restricts:
-        bulk.check_rows(sources["weight"], rule.admit, dtype)
+        bulk.check_rows(sources["weight"], rule, dtype)
     start = _start(rule, init, embedding_dim, dtype, given=bool(sources))
     manifest = Manifest(
         table_id=str(uuid.uuid4()),

@@ -149,8 +149,15 @@ def remove_empty(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and all below it."""
-    shutil.rmtree(path, ignore_errors=False)
+    """Remove a folder and all below it; links are not followed."""
+    for folder, folders, files in os.walk(path, topdown=False):
+        for name in [*files, *folders]:
+            place = Path(folder, name)
+            if place.is_dir() and not place.is_symlink():
+                place.rmdir()
+            else:
+                remove(place)
+    path.rmdir()
 
 
 def remove_temporaries(folder: Path) -> None:

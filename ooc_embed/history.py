@@ -147,9 +147,8 @@ class History:
         return tuple(commit for commit in self.commits if commit.logs[0] != sealed)
 
     def is_former(self, commit: Commit) -> bool:
-        """Whether it is kept only as the former checkpoint's, until the newest one is a file."""
-        newest = self.commits[-self.keep :]
-        return commit.number in self.checkpoints[:-1] and commit not in newest
+        """Whether it is kept for the checkpoint before the newest one alone."""
+        return commit.number in self.checkpoints[:-1] and commit not in self.commits[-self.keep :]
 
     @property
     def only_former_unmerged(self) -> bool:
@@ -232,11 +231,18 @@ class History:
         return replace(kept, branches=kept._pruned_branches())
 
     def _pruned_branches(self) -> tuple[tuple[int, str], ...]:
-        """Those of commits that are kept, and the last ones of others."""
+        """Those of commits that are kept, and the last of others; "" in the place of the rest."""
         branches = [branch for branch in self.branches if branch[0] <= self.newest.number]
         needed = {self.branch_of(commit.number) for commit in self.commits}
-        older, others = branches[:-_MOST_BRANCHES], branches[-_MOST_BRANCHES:]
-        return (*(branch for branch in older if branch[1] in needed), *others)
+        older = [
+            (first, word if word in needed else "") for first, word in branches[:-_MOST_BRANCHES]
+        ]
+        apart = [
+            branch
+            for place, branch in enumerate(older)
+            if branch[1] or not place or older[place - 1][1]
+        ]
+        return (*apart, *branches[-_MOST_BRANCHES:])
 
     def restated(self, logs: tuple[LogState, ...]) -> Self:
         """With the newest commit in other logs: the same state, no commit of its own."""

@@ -37,7 +37,7 @@ class Manifest:
         module: the layer's arguments.
         history: the commits that are kept.
         checksums: crc32 of each chunk file that exists.
-        merged: crc32 of those that have the sealed log's records already, whose merge was stopped.
+        merged: crc32 of those that have the sealed log's records already, while not all have.
     """
 
     table_id: str
@@ -134,7 +134,7 @@ class Manifest:
                 f"embedding_dim={self.embedding_dim}"
             )
         if self.merged and self.commit.sealed is None:
-            raise ValueError("chunks are merged, of no log")
+            raise ValueError(f"chunks {sorted(self.merged)} are merged, and no log is sealed")
         if self.padding_idx is not None and self.padding_idx >= self.num_embeddings:
             raise ValueError(f"padding_idx {self.padding_idx} is no row")
         for group in (group for commit in self.history.commits for group in commit.param_groups):

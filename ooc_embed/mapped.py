@@ -201,7 +201,10 @@ class HeldFile:
         path: the file, of a page or more.
     """
 
+    _address = 0
+
     def __init__(self, path: Path) -> None:
+        self._pid = os.getpid()
         fd = os.open(path, os.O_RDONLY)
         try:
             self._address = map_memory(0, PAGE, mmap.MAP_SHARED, fd)
@@ -212,8 +215,11 @@ class HeldFile:
         """Let it go; the last one to do so waits until the file is deleted."""
         # Taken away first: interrupted here, a second call must not unmap what lies there by then.
         address, self._address = self._address, 0
-        if address:
+        if address and os.getpid() == self._pid:  # in a child something else may lie there
             libc.munmap(address, PAGE)
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _advise(ranges: np.ndarray) -> None:

@@ -6,6 +6,7 @@ its manifest.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import zlib
@@ -72,6 +73,7 @@ class Merge:
         self.failure: BaseException | None = None
         self.seconds = 0.0
         self._began = time.perf_counter()
+        self._pid = os.getpid()
         self.log = log
         self._store = store
         self._known_crc32 = known_crc32
@@ -169,7 +171,9 @@ class Merge:
             raise self.failure
 
     def end(self) -> None:
-        """Begin no more chunks."""
+        """Begin no more chunks. In a forked child, which has no threads of it, it does nothing."""
+        if os.getpid() != self._pid:  # whose lock somebody may hold for ever
+            return
         with self._changed:
             self.stopping = True
             self._changed.notify_all()
@@ -255,6 +259,7 @@ class Merge:
             buffer[:] = 0
             newest.put(index, chunk)
         self._known_crc32[index] = self._store.write_chunk(index, chunk)
+        self._unsure.discard(index)  # it may be merged once more, if the table cannot map it
         return self._known_crc32[index]
 
     def _check_merged(self, index: int, found: int, merged: int) -> None:

@@ -239,9 +239,10 @@ class TableModule(nn.Module):
         A writer commits, and keeps this commit and the one that it handed out before beyond all
         others: the newest checkpoint may not be a file yet.
         """
+        number = self._table.manifest.commit.number
         if self._may_commit:
-            self._table.commit(self.optimizer.kept_param_groups(), checkpoint=True)
-        return checkpoint.describe(self._table)
+            number = self._table.commit(self.optimizer.kept_param_groups(), checkpoint=True)
+        return checkpoint.describe(self._table, number)
 
     @property
     def _may_commit(self) -> bool:

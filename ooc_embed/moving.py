@@ -51,4 +51,4 @@ class Tail:
             rows = self._cache.stored_at(block, self._low, self._high)
             self._cache.rehome(rows, position)
         # Rows in the cache whose newest record stays behind must be stored again.
-        self._cache.forget_homes(self._low, self._high)
+        self._cache.mark_dirty_at(self._low, self._high)

@@ -17,7 +17,7 @@ import torch
 
 from . import rules
 from .blocks import BlockUpdate
-from .cache import RowCache, slots_for
+from .cache import SLOT_BYTES, RowCache, slots_for
 from .errors import CorruptStoreError, StoreError
 from .evictor import Evictor
 from .fetcher import RowFetcher
@@ -154,8 +154,10 @@ class OpenTable:
             CorruptStoreError: a merge found a damaged chunk file.
         """
         with self.writing():
-            self._commit(param_groups, flush=flush, checkpoint=checkpoint)
+            self._commit(param_groups, flush=flush)
             self._storage.begin_merge()
+            if checkpoint:  # last: of a call that raises, none comes
+                self._storage.hand_out()
             return self.manifest.commit.number
 
     def _commit(self, param_groups: list[dict[str, Any]], **how: bool) -> None:
@@ -235,13 +237,14 @@ class OpenTable:
             taken = (
                 Span(layout.mapped_bytes, writable=False),
                 RowCache.empty_map(rows, 2 * layout.log.capacity),
-                Span(slots * record_bytes, writable=True),
+                Span(slots * (record_bytes + SLOT_BYTES), writable=True),
             )
         except OSError as error:
             raise OSError(
                 error.errno,
                 f"a table of {rows:,} rows has no room in this process ({error}); nothing has "
-                f"changed. Raise its limit of memory, or grow the table by fewer rows",
+                f"changed. Raise the limit of its memory, open the table with a smaller "
+                f"cache_bytes, or grow it by fewer rows",
             ) from error
         del taken
 
@@ -283,8 +286,8 @@ class OpenTable:
         """
         with self.writing():
             self._commit(param_groups)
-            self._storage.put_merge_down()
             try:
+                self._storage.put_merge_down()
                 snapshot(self.store, path)
             finally:
                 self._storage.begin_merge()
@@ -345,8 +348,7 @@ class OpenTable:
         self._storage.check()
 
     def close_for_good(self, param_groups: list[dict[str, Any]] | None) -> None:
-        """Close, and where that fails, or is interrupted, release all the same: nobody can try
-        again, but the store can be opened again."""
+        """Close, and release also where that fails or is interrupted: nobody can try again."""
         try:
             self.close(param_groups)
         except BaseException:

@@ -115,13 +115,13 @@ class Pass:
         """Step every armed table once: first all that can fail, then all changes in memory."""
         armed = [staged for staged in self.staged.values() if staged.armed and staged.blocks]
         armed.sort(key=lambda staged: id(staged.optimizer.table))
-        for staged in armed:
-            check_not_gone_back(staged.optimizer.table, staged.rollbacks)
         now = [staged for staged in armed if not staged.optimizer.waits]
         later = [staged for staged in armed if staged.optimizer.waits]
         with torch.no_grad(), ExitStack() as held:
             for staged in now:
                 held.enter_context(staged.optimizer.table.writing())
+            for staged in armed:
+                check_not_gone_back(staged.optimizer.table, staged.rollbacks)
             prepared = [
                 (staged.optimizer, staged.optimizer.prepare(*coalesce(staged.blocks)))
                 for staged in now

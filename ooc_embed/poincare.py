@@ -49,9 +49,17 @@ def project(x: torch.Tensor, curvature: float = 1.0) -> torch.Tensor:
 
 
 def bounded(x: torch.Tensor) -> torch.Tensor:
-    """With coordinates whose squares have finite sums; none that matters changes."""
-    bound = math.sqrt(torch.finfo(x.dtype).max) / _ROOM
-    return x.clamp(-bound, bound) if bound > _ROOM else x  # float16 has no room to spare
+    """Vectors scaled down so far that the squares of their coordinates have finite sums.
+
+    Args:
+        x: ``(*, D)``; infinite coordinates count as the largest number.
+    """
+    most = torch.finfo(x.dtype).max
+    bound = math.sqrt(most) / _ROOM
+    if bound < _ROOM:  # float16 has no room to spare
+        return x
+    x = x.clamp(-most, most)
+    return x * (bound / x.detach().abs().amax(dim=-1, keepdim=True)).clamp_max(1)
 
 
 def largest_norm(dtype: torch.dtype, curvature: float) -> float:
@@ -154,6 +162,7 @@ def parallel_transport(
 
 def conformal_factor(x: torch.Tensor, curvature: float = 1.0) -> torch.Tensor:
     """``2 / (1 - c |x|^2)``, by which lengths at points are those of the flat space: ``(*, 1)``."""
+    _check(curvature, x)
     return _inside(x, curvature).reciprocal() * 2
 
 

@@ -110,7 +110,7 @@ def _check(
         if isinstance(optimizer, torch.optim.Optimizer):
             conversion.read_optimizer(optimizer, layer.weight)
         elif optimizer is not None and optimizer.restricts:
-            bulk.check_rows(layer.weight, optimizer.admit, layer.weight.dtype)
+            bulk.check_rows(layer.weight, optimizer, layer.weight.dtype)
         if plan.path.exists() and not overwrite:
             raise FileExistsError(f"{plan.path} exists: give another directory, or overwrite=True")
 

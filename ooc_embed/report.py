@@ -65,8 +65,7 @@ def verify(path: str | Path) -> list[str]:
 
     May run while a writer has the store open; what a merge replaces meanwhile is read again. Of the
     earlier commits that are kept it checks the logs, too. A chunk file that an unfinished merge has
-    replaced when the process was killed has no checksum in the manifest: it is seen to have the
-    merged rows.
+    replaced since the last manifest has no checksum in it: it is seen to have the merged rows.
 
     Returns:
         What is wrong, a line each; empty if all is sound.

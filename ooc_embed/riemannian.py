@@ -16,7 +16,6 @@ import torch
 from . import poincare
 from .initializers import Initializer, Normal, Uniform
 from .rule import Rule, check_adam
-from .warning import warn
 
 # Of given rows, how far outside of the ball rounding may have brought them, relative to its radius.
 _ROUNDING = {torch.float64: 1e-5}
@@ -93,21 +92,15 @@ class PoincareRule(Rule):
         # A row that was projected before may be behind the margin by a rounding, and stays.
         largest = poincare.largest_norm(weight.dtype, self.curvature)
         outside = norms > largest * (1 + 8 * torch.finfo(weight.dtype).eps)
-        confined = self.confine(weight[outside])
-        self._tell_shift(weight[outside], confined, radius)
-        return weight.index_put((outside.nonzero().squeeze(1),), confined)
+        return torch.where(outside.unsqueeze(1), self.confine(weight), weight)
 
-    def _tell_shift(self, given: torch.Tensor, confined: torch.Tensor, radius: float) -> None:
-        """Warn where points of the ball were moved: the dtype has none so near the boundary."""
-        given, confined = given.double(), confined.double()
-        inside = torch.linalg.vector_norm(given, dim=1) < radius
-        shifts = poincare.distance(given[inside], confined[inside], self.curvature)
-        if (far := shifts > _SHIFT).any():
-            warn(
-                f"{int(far.sum()):,} given rows are nearer to the boundary of the ball than a "
-                f"table of this dtype keeps points: they were moved, by a distance of up to "
-                f"{float(shifts.max()):.3g}. dtype=torch.float64 keeps most"
-            )
+    def shifts(self, given: torch.Tensor, admitted: torch.Tensor) -> torch.Tensor:
+        """How far `admit` moved points of the ball, where that was more than a rounding."""
+        given, admitted = given.double(), admitted.double()
+        inside = torch.linalg.vector_norm(given, dim=1) < 1 / math.sqrt(self.curvature)
+        moved = inside & (given != admitted).any(dim=1)
+        shifts = poincare.distance(given[moved], admitted[moved], self.curvature)
+        return shifts[shifts > _SHIFT]
 
     def confine(self, weight: torch.Tensor) -> torch.Tensor:
         return poincare.project(weight, self.curvature)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from .initializers import Initializer, Normal
+from .warning import warn
 
 
 @dataclass(frozen=True)
@@ -71,6 +72,10 @@ class Rule:
         """
         return weight
 
+    def shifts(self, given: torch.Tensor, admitted: torch.Tensor) -> torch.Tensor:
+        """How far `admit` moved rows, ``(k,)``, of those for whom that is to be told."""
+        return given.new_empty(0)
+
     def confine(self, weight: torch.Tensor) -> torch.Tensor:
         """What becomes of initial rows, ``(n, dim)``."""
         return weight
@@ -92,6 +97,16 @@ class Rule:
             group: the hyper-parameters in force, a param group of the table's optimizer.
         """
         raise NotImplementedError
+
+
+def tell_shifts(shifts: torch.Tensor) -> None:
+    """Warn of given rows that had to be moved, by these distances."""
+    if len(shifts):
+        warn(
+            f"{len(shifts):,} given rows lie where a table of this dtype keeps none: they were "
+            f"moved, by a distance of up to {float(shifts.max()):.3g}. dtype=torch.float64 keeps "
+            f"most"
+        )
 
 
 def hyperparameters(rule: Rule) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def _files(store: Store) -> Iterator[tuple[Path, bool]]:
     path = store.path
     for name in METADATA:
         yield path / name, False
-    for index in store.manifest.checksums:
+    for index in store.manifest.checksums | store.manifest.merged:
         yield store.chunk_path(index), True
     for log in store.manifest.commit.logs:
         yield from files_of(store.log_folder(log.generation), store.layout.log, log.records)

@@ -5,33 +5,24 @@ enter or leave the cache, and no optimizer.
 
 The order of writes is what makes a crash harmless. A commit appends to the active log, syncs it,
 and replaces the manifest: that rename is the commit. A merge rewrites chunks from the sealed log,
-syncs them, names a manifest without that log, and only then deletes it. Its threads only change
-files: what they have finished is entered here, by whoever changes the table next.
+syncs them, names a manifest without that log, and only then deletes it; manifests in between name
+the chunks that are done, once their folder is synced. Its threads only change files: what they have
+finished is entered into memory by whoever changes the table next.
 """
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from .cache import RowCache
-from .chunks import Chunks
 from .errors import CorruptStoreError, StoreError
-from .history import Facts, History
+from .history import Facts
 from .interrupts import uninterrupted
 from .log import ALIGNMENT, FillRecords, LogState
-from .logs import Logs
-from .manifest import Manifest
-from .merging import Merge
 from .moving import Tail
-from .places import StoredRecords
-from .progress import progress
-from .stats import Counters
-from .store import Store
+from .stored import StoredState
 from .warning import warn
 
 
@@ -48,34 +39,8 @@ class Run:
     state: LogState
 
 
-class Storage:
-    """Where records are stored, and how that changes.
-
-    Args:
-        store: an open store.
-        cache: holds the map from rows to places, which this fills.
-        counters: where reads and writes are counted.
-
-    Attributes:
-        stored: reads records.
-        manifest: the newest commit.
-
-    Raises:
-        CorruptStoreError: a file is missing, short, or fails its checksum.
-    """
-
-    def __init__(self, store: Store, cache: RowCache, counters: Counters) -> None:
-        self.store = store
-        self.manifest: Manifest = store.manifest
-        self._cache = cache
-        self._counters = counters
-        self._branch = secrets.token_hex(8)
-        self._failed: str | None = None
-        self._chunks = Chunks(store, cache, counters)
-        self._logs = Logs(store)
-        self._logs.find_records(cache.where.numpy())
-        both = (self._logs.active, self._logs.other)
-        self.stored = StoredRecords(self._chunks.mapped, both, counters)
+class Storage(StoredState):
+    """Where records are stored, and how that changes."""
 
     def recover(self) -> None:
         """Remove what a killed writer left; `begin_merge` goes on with its merge."""
@@ -144,7 +109,6 @@ class Storage:
         facts: Facts,
         *,
         flush: bool = False,
-        checkpoint: bool = False,
         closing: bool = False,
     ) -> None:
         """Make all records durable, and with ``flush`` bring them into the table's chunks.
@@ -152,8 +116,7 @@ class Storage:
         Args:
             facts: what to commit beside the records. A commit is skipped if nothing has changed.
             flush: wait for a merge of all.
-            checkpoint: one will name this commit: it is kept until two others are.
-            closing: only warn of a merge that failed, since opening goes on with it.
+            closing: stop a merge, and only warn of one that failed: opening goes on with it.
 
         Raises:
             OSError: the disk is full, or failed, here or in a merge since the last call. Nothing is
@@ -177,13 +140,18 @@ class Storage:
         except (OSError, StoreError, MemoryError) as error:
             error.add_note("All steps up to here were committed all the same.")
             raise
+
+    def hand_out(self) -> None:
+        """Keep the newest commit until two others were handed out: a checkpoint will name it."""
         history = self.manifest.history
-        # Not before: of a call that raises, no checkpoint comes.
-        if checkpoint and history.newest.number not in history.checkpoints[-1:]:
+        if history.newest.number not in history.checkpoints[-1:]:
             self._name_history(history.handed_out())
 
     def _advance_merge(self, *, flush: bool, closing: bool) -> None:
-        """Behind a commit: end a merge that is over, seal a log that is full, or merge all."""
+        """Behind a commit: end a merge that is over, seal a log that is full, or merge all.
+
+        Closing stops a merge that goes on.
+        """
         self._conclude_merge(forgiving=closing and not flush)
         self._seal(flush or self._full)
         while flush and self._logs.sealed:
@@ -192,7 +160,15 @@ class Storage:
         if self._full and self.manifest.history.only_former_unmerged:
             self._name_history(self.manifest.history.given_up())
         if closing:
+            self._put_merge_down_at_close(flush)
+
+    def _put_merge_down_at_close(self, flush: bool) -> None:
+        try:
             self.put_merge_down()
+        except OSError as error:
+            if flush:
+                raise
+            warn(f"{self.store.path}: {error}; the merge will begin anew, and nothing is lost")
 
     def _store_dirty(self) -> None:
         """Append all dirty records to the log."""
@@ -238,33 +214,6 @@ class Storage:
         """Keep another number of commits from now on."""
         self._name_history(self.manifest.history.keeping(count))
 
-    def _name_history(self, history: History) -> None:
-        self._name(self._manifest(history))
-
-    def _manifest(self, history: History) -> Manifest:
-        """The manifest with another history, and with what a merge has done so far."""
-        merged = self._chunks.merged
-        if merged != self.manifest.merged:
-            self.store.sync_table()
-        return replace(self.manifest, history=history, merged=merged)
-
-    def _name(self, manifest: Manifest, then: Callable[[], None] = lambda: None) -> None:
-        """Replace the manifest; memory follows what the disk says, even if the call fails late."""
-        with uninterrupted():
-            try:
-                self.store.write_manifest(manifest)
-            finally:
-                if self.store.manifest is manifest:
-                    self._follow(manifest)
-                    then()
-
-    def _follow(self, manifest: Manifest) -> None:
-        self.manifest = manifest
-        was_sealed = self._logs.sealed
-        self._logs.follow(manifest.commit.logs)
-        if was_sealed and not self._logs.sealed:
-            self._chunks.follow()
-
     # Moving records
 
     def _switch_logs(self) -> None:
@@ -292,71 +241,6 @@ class Storage:
                     new.restart(new.state.generation)
                     new.drop_tail()
 
-    # Merging
-
-    def begin_merge(self) -> Merge | None:
-        """Have the sealed log merged in the background, if there is one that may be."""
-        if self._logs.sealed and not self.manifest.history.unmerged:
-            self._chunks.begin_merge(self._logs.other)
-        return self._chunks.merge
-
-    def _give_up_commits(self) -> None:
-        """Keep no commit that does not contain the sealed log whole, so that it may be merged."""
-        history = self.manifest.history
-        if not history.unmerged:
-            return
-        if told := [commit for commit in history.unmerged if not history.is_former(commit)]:
-            names = ", ".join(f"{commit.number} (step {commit.step})" for commit in told)
-            warn(
-                f"{self.store.path}: merging the log gives up commit {names}, which rollback could "
-                f"return to until now; snapshot() keeps a commit for good"
-            )
-        self._name_history(history.given_up())
-
-    def settle(self) -> None:
-        """Use what a merge has finished; it costs nothing where that is nothing."""
-        self._chunks.settle()
-
-    def stop_merge(self) -> None:
-        """Let a merge end early; `begin_merge` goes on with it."""
-        self._chunks.stop_merge()
-
-    def put_merge_down(self) -> None:
-        """Stop a merge, and name what it has done: files that nobody watches have a checksum."""
-        self.stop_merge()
-        if self._chunks.merged != self.manifest.merged:
-            self._name_history(self.manifest.history)
-
-    def _finish_merge(self, *, shown: bool = False) -> None:
-        """Wait until no log is sealed. An interrupted wait leaves the merge going on."""
-        if self._chunks.merge is not None and self._chunks.merge.stopping:
-            self.stop_merge()
-        self._give_up_commits()
-        merge = self.begin_merge()
-        if merge is not None:
-            chunks = merge.wait()
-            for _ in progress(chunks, "merging", "chunk", merge.left) if shown else chunks:
-                self._chunks.settle_one(merge)
-            self._conclude_merge()
-
-    def _conclude_merge(self, *, forgiving: bool = False) -> None:
-        """Name the state without the sealed log if its merge is over; raise what made it fail."""
-        self.settle()
-        merge = self._chunks.merge
-        if merge is None:
-            return
-        if merge.stopping:
-            self.stop_merge()
-            merge.tell_failure(as_warning=forgiving)
-        elif merge.complete:
-            self.stop_merge()
-            self.store.sync_table()
-            log = self._logs.other
-            history, checksums = self.manifest.history.merged(), self._chunks.checksums
-            self._name(replace(self.manifest, history=history, checksums=checksums, merged={}))
-            log.drop_tail()
-            self._counters.merged(merge.seconds)
-
     # Going back, and growing: the table reads all of the store anew then
 
     def rollback(self, number: int) -> None:
@@ -369,10 +253,11 @@ class Storage:
         history = self.manifest.history
         target = history.find(number, self.store.path)
         self.store.sync()
-        self.stop_merge()
-        if target != self.manifest.commit:
-            history = history.rolled_back(target)
-            self.store.write_manifest(self._manifest(history))
+        if target == self.manifest.commit:
+            self.put_merge_down()
+        else:
+            self.stop_merge()
+            self.store.write_manifest(self._manifest(history.rolled_back(target)))
 
     def resize(self, facts: Facts) -> None:
         """Commit another number of rows, right behind `store_all`."""
@@ -380,20 +265,3 @@ class Storage:
         logs = self._logs.states(seal=False)
         history = self.manifest.history.added(facts, logs, self._branch)
         self.store.resize(self._manifest(history))
-
-    # Life
-
-    @property
-    def failed(self) -> bool:
-        """Whether the disk has failed for good."""
-        return self._failed is not None
-
-    def check(self) -> None:
-        """Raise if the disk has failed for good."""
-        if self._failed is not None:
-            raise StoreError(f"{self.store.path}: {self._failed}")
-
-    def close(self) -> None:
-        """Let go of maps and files; `stop_merge` comes before."""
-        self._logs.close()
-        self._chunks.close()

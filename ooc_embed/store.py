@@ -294,6 +294,8 @@ class Store:
     def check_chunk_sizes(self) -> None:
         """Check that every chunk file of the manifest is there, and whole.
 
+        Not those that a merge has brought into being so far: their rows are in its log, too.
+
         Raises:
             CorruptStoreError: one is not; the message names it.
         """

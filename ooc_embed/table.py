@@ -15,6 +15,7 @@ from .blocks import count_versions
 from .errors import StoreError
 from .interrupts import uninterrupted
 from .opened import OpenTable
+from .rule import tell_shifts
 from .storage import Run
 
 
@@ -135,7 +136,11 @@ class Table(OpenTable):
         Raises:
             ValueError: they cannot be rows under the table's rule.
         """
-        return self.rule.admit(values) if field == "weight" else values
+        if field != "weight":
+            return values
+        admitted = self.rule.admit(values)
+        tell_shifts(self.rule.shifts(values, admitted))
+        return admitted
 
     def assign(self, field: str, rows: torch.Tensor, values: torch.Tensor) -> None:
         """Set a field of sorted unique rows; counts as one write of each.

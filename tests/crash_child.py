@@ -142,7 +142,7 @@ def report(*words: Any) -> None:
     os.write(1, json.dumps(words).encode() + b"\n")
 
 
-def create(path: str, cache_bytes: int) -> Any:
+def create(path: str, cache_bytes: int, **options: Any) -> Any:
     """The table of tests/workload.py, with seeded initial rows."""
     import torch
     import workload
@@ -158,6 +158,7 @@ def create(path: str, cache_bytes: int) -> Any:
         cache_bytes=cache_bytes,
         dtype=torch.float64,
         chunk_rows=workload.CHUNK_ROWS,
+        **options,
     )
 
 

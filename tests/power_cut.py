@@ -37,6 +37,9 @@ class Disk:
     def before(self, name: str, arguments: tuple[Any, ...]) -> None:
         if name in ("unlink", "remove"):
             self._dies(Path(arguments[0]))
+        elif name == "rmdir" and Path(arguments[0]).is_dir():
+            self._number(Path(arguments[0]))
+            del self._numbers[Path(arguments[0]).stat().st_ino]
         elif name in ("rename", "replace") and Path(arguments[1]).is_file():
             self._dies(Path(arguments[1]))
 
@@ -44,6 +47,8 @@ class Disk:
         place = system_calls.target(arguments)
         if name not in system_calls.SYNCS or place is None or not place.exists():
             return
+        if os.fstat(arguments[0]).st_ino != place.stat().st_ino:
+            return  # of a file that is gone: one of its name is another
         number = self._number(place)
         if place.is_dir():
             self._safe_names[number] = self._names(place)
@@ -79,33 +84,32 @@ class Disk:
             rng: draws what is kept.
             kept: the part of what is not safe that is kept.
         """
-        places = {}
-        for folder, folders, files in os.walk(self.folder):
-            for name in [*folders, *files]:
-                places[self._number(Path(folder, name))] = Path(folder, name)
-        self._leave(self._number(self.folder), self.folder, target, places, rng, kept)
+        names, places = {}, {self._number(self.folder): self.folder}
+        for folder, _, _ in os.walk(self.folder):
+            names[self._number(Path(folder))] = found = self._names(Path(folder))
+            places.update({number: Path(folder, name) for name, number in found.items()})
+        self._leave(self._number(self.folder), target, names, places, rng, kept)
 
     def _leave(
         self,
         number: int,
-        place: Path | None,
         target: Path,
+        names: dict[int, dict[str, int]],
         places: dict[int, Path],
         rng: np.random.Generator,
         kept: float,
     ) -> None:
         if number not in self._folders:
-            now = self._gone[number] if place is None else place.read_bytes()
+            now = places[number].read_bytes() if number in places else self._gone[number]
             target.write_bytes(_torn(self._safe_bytes.get(number, b""), now, rng, kept))
             return
         target.mkdir()
         safe = self._safe_names.get(number, {})
-        now_names = {} if place is None else self._names(place)
+        now_names = names.get(number, {})
         for name in sorted(safe.keys() | now_names.keys()):
-            names = now_names if rng.random() < kept else safe
-            if name in names:
-                child = names[name]
-                self._leave(child, places.get(child), target / name, places, rng, kept)
+            left = now_names if rng.random() < kept else safe
+            if name in left:
+                self._leave(left[name], target / name, names, places, rng, kept)
 
 
 def _torn(safe: bytes, now: bytes, rng: np.random.Generator, kept: float) -> bytes:

@@ -304,6 +304,27 @@ def test_info_names_checkpoints_and_a_log_that_waits_for_them(path: Path) -> Non
     assert "waiting for kept commits" in text
 
 
+def test_a_checkpoint_names_the_commit_that_it_holds_fast(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread may commit before the word is written."""
+    with create(path) as emb:
+        go_on(emb, SEED, 3)
+        commit = type(emb._table).commit
+
+        def another_follows(*args: Any, **options: Any) -> int:
+            number = commit(*args, **options)
+            if options:
+                go_on(emb, SEED, 4)
+            return number
+
+        with monkeypatch.context() as patch:
+            patch.setattr(type(emb._table), "commit", another_follows)
+            words = going_back.word_of(emb)
+        assert words["step"] == 3
+        assert emb.commits() == {3: 3, 4: 4}
+
+
 def test_lowering_keep_commits_lets_a_merge_begin_that_waited(path: Path) -> None:
     with create(path, keep=50) as emb:
         go_on(emb, SEED, 40)

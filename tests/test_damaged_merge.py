@@ -15,6 +15,7 @@ import torch
 from test_merging import ROWS, Pair, sealed, wait_for_merge
 
 from ooc_embed import CorruptStoreError, DiskEmbedding, report
+from ooc_embed.mapped import MappedRows
 from ooc_embed.storage import Storage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -106,8 +107,7 @@ def test_a_damaged_chunk_stays_refused_though_the_store_is_read_anew(
 
 
 def _stop_by_close(pair: Pair) -> Path:
-    with pytest.warns(UserWarning, match="a merge failed"):
-        pair.emb.close()
+    pair.emb.close()
     return pair.path
 
 
@@ -129,7 +129,17 @@ def _stop_by_snapshot(pair: Pair) -> Path:
     return pair.path.with_name("s.zarr")
 
 
-@pytest.mark.parametrize("stop", [_stop_by_close, _stop_by_commit, _stop_by_snapshot])
+def _stop_by_rollback(pair: Pair) -> Path:
+    pair.emb.rollback()
+    going_back.abandon(pair.emb)
+    return pair.path
+
+
+STOPS = [_stop_by_close, _stop_by_commit, _stop_by_snapshot, _stop_by_rollback]
+
+
+@pytest.mark.filterwarnings("ignore:.*a merge failed")  # one that goes on behind a snapshot
+@pytest.mark.parametrize("stop", STOPS)
 def test_a_file_that_a_merge_replaced_has_a_checksum_though_the_merge_was_stopped(
     pair: Pair, stop: Callable[[Pair], Path]
 ) -> None:
@@ -147,7 +157,7 @@ def test_a_file_that_a_merge_replaced_has_a_checksum_though_the_merge_was_stoppe
         pair.emb.commit()
         assert sealed(pair.path)
         wait_for_merge(pair.emb)
-    path = stop(pair)
+        path = stop(pair)
     merged = store_files.manifest(path)["merged_crc32"]
     assert sorted(map(int, merged)) == [0, 1, 2, 3, 4]
     assert all(merged[index] != before[index] for index in merged)
@@ -166,6 +176,83 @@ def test_a_file_that_a_merge_replaced_has_a_checksum_though_the_merge_was_stoppe
         emb.flush()
         torch.testing.assert_close(emb.weight[:], pair.ram.weight)
     assert report.verify(path) == []
+
+
+def test_a_snapshot_in_a_first_merge_is_whole(tmp_path: Path) -> None:
+    """Chunks that the merge brought into being are in no manifest's checksums before its end."""
+    path, target = tmp_path / "t.zarr", tmp_path / "s.zarr"
+    with DiskEmbedding(ROWS, 4, path=path, chunk_rows=1024, cache_bytes=1 << 22) as emb:
+        emb(torch.arange(ROWS)).sum().backward()
+        emb.commit()
+        merge = emb._table._storage._chunks.merge
+        assert merge is not None
+        next(merge.wait())
+        merge.end()
+        emb.snapshot(target)
+        before = emb.weight[:]
+        assert len(store_files.manifest(target)["merged_crc32"]) > 0
+    for store in (target, path):
+        assert report.verify(store) == []
+        with DiskEmbedding.open(store) as again:
+            assert torch.equal(again.weight[:], before)
+            again.flush()
+        assert report.verify(store) == []
+
+
+def test_a_chunk_that_the_table_could_not_map_has_a_checksum_all_the_same(pair: Pair) -> None:
+    pair.train_rows(torch.arange(1, ROWS))
+    going_back.abandon(_sealed_and_killed(pair))
+    chunk = pair.path / "table" / "c.0.0"
+    with DiskEmbedding.open(pair.path) as emb:
+        merge = emb._table._storage._chunks.merge
+        assert merge is not None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(MappedRows, "map_file", _refuse_to_map)
+            wait_for_merge(emb)
+            with pytest.raises(OSError, match="no maps left, on purpose"):
+                emb.commit()
+        kept = chunk.read_bytes()
+        _flip(chunk)
+        with pytest.raises(CorruptStoreError, match=r"c\.0\.0"):
+            emb.flush()
+        _replace(chunk, kept)
+        emb.flush()
+        torch.testing.assert_close(emb.weight[:], pair.ram.weight)
+
+
+def _sealed_and_killed(pair: Pair) -> DiskEmbedding:
+    """Killed as its merge begins, which the next opening cannot know."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Storage, "begin_merge", lambda _: None)
+        for ids in torch.arange(1, ROWS).split(500):
+            pair.train_rows(ids)
+        pair.emb.commit()
+    assert sealed(pair.path)
+    return pair.emb
+
+
+def _refuse_to_map(*_: Any) -> None:
+    raise OSError(errno.ENOMEM, "no maps left, on purpose")
+
+
+def test_a_close_whose_merge_cannot_be_named_closes_with_a_warning(pair: Pair) -> None:
+    pair.seal()
+    wait_for_merge(pair.emb)
+
+    def fail(name: str, arguments: tuple[Any, ...]) -> None:
+        if name == "rename" and str(arguments[1]).endswith("zarr.json"):
+            raise OSError(errno.ENOSPC, "no room, on purpose")
+
+    pair.emb._table._storage._chunks.merge.end()
+    with (
+        system_calls.watched(pair.path, fail),
+        pytest.warns(UserWarning, match="no room, on purpose.*begin anew, and nothing is lost"),
+    ):
+        pair.emb.close()
+    assert pair.emb.closed
+    with DiskEmbedding.open(pair.path) as emb:
+        emb.flush()
+        torch.testing.assert_close(emb.weight[:], pair.ram.weight)
 
 
 def test_merged_rows_that_were_damaged_before_their_merge_ended_are_found(pair: Pair) -> None:

@@ -115,6 +115,17 @@ def test_words_do_not_grow_without_bound() -> None:
     assert 100 < len(kept.branches) < 300
 
 
+def test_a_number_between_words_that_were_dropped_has_none() -> None:
+    """Else one that a rollback took back would count as the word before it."""
+    kept = back(more(more(history(0)).handed_out(), 300), 1)
+    for number in range(600):
+        kept = more(kept, branch=f"word {number}")
+    assert kept.branch_of(1) == "a"
+    assert kept.branch_of(200) not in ("a", "word 0")
+    kept.check()
+    assert History.from_json(json.loads(json.dumps(kept.to_json()))) == kept
+
+
 def test_the_words_of_commits_that_are_kept_stay_however_old() -> None:
     kept = more(history(0)).handed_out()
     for number in range(1000):

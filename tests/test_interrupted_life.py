@@ -102,6 +102,7 @@ def test_a_merge_that_goes_on_does_not_keep_a_dropped_table_locked(
         if isinstance(thread, Worker):
             thread.join(60)
     gc.collect()
+    assert str(path) not in Path("/proc/self/maps").read_text()
     with DiskEmbedding.open(path) as again:
         assert again.step == (1 if ending == "interrupt" else 2)
     assert report.verify(path) == []

@@ -363,6 +363,20 @@ def test_opening_does_not_wait_for_the_merge_it_goes_on_with(pair: Pair, gate: G
         pair.finish()
 
 
+def test_a_forked_child_does_not_wait_for_threads_that_it_does_not_have(
+    pair: Pair, gate: Gate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.seal()
+    merge = pair.emb._table._storage._chunks.merge
+    assert merge is not None
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    merge.end()
+    assert not merge.stopping
+    monkeypatch.undo()
+    gate.open()
+    pair.finish()
+
+
 def test_close_does_not_begin_a_merge_of_the_log_that_it_seals(pair: Pair, gate: Gate) -> None:
     for ids in torch.arange(ROWS).split(500):
         pair.train_rows(ids)

@@ -131,6 +131,7 @@ FUNCTIONS: list[Callable[..., torch.Tensor]] = [
     lambda c, x=POINTS: poincare.expmap(x, -x, c),
     lambda c, x=POINTS: poincare.logmap(x, -x, c),
     lambda c, x=POINTS: poincare.parallel_transport(x, -x, x, c),
+    lambda c, x=POINTS: poincare.conformal_factor(x, c),
 ]
 
 
@@ -154,6 +155,22 @@ def test_half_precision_gives_numbers_where_points_coincide_and_at_the_origin(
         assert function(1.0, x).isfinite().all()
         assert poincare.logmap(x, x).abs().max() == 0
         assert torch.equal(poincare.expmap(x, torch.zeros_like(x)), x)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes"), [(torch.float32, (1e18, 1e19, 3e38)), (torch.float64, (1e160, 1e308))]
+)
+def test_vectors_whose_squares_overflow_keep_their_direction(
+    dtype: torch.dtype, sizes: tuple[float, ...]
+) -> None:
+    for size in sizes:
+        far = torch.tensor([[size, size * 1e-3], [-size, size / 3]], dtype=dtype)
+        want = poincare.project(far / size * 5)
+        torch.testing.assert_close(poincare.project(far), want)
+        origin = torch.zeros_like(far)
+        torch.testing.assert_close(poincare.expmap(origin, far), want)
+    infinite = torch.tensor([[math.inf, 1.0], [0.0, 0.0]], dtype=dtype)
+    assert poincare.project(infinite).isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -234,9 +234,12 @@ def test_points_nearer_to_the_boundary_than_the_dtype_keeps_are_moved_with_a_war
     make_table: Any,
 ) -> None:
     rows = torch.tensor([[0.9999, 0.0], [0.5, 0.0], [0.0, -0.9985]])
-    with pytest.warns(UserWarning, match=r"2 given rows .* distance of up to 3\.\d+") as caught:
-        make_table(3, 2, init=rows, optimizer=RiemannianAdam())
-    assert [warning.filename for warning in caught] == [caught[0].filename]
+    many = rows.repeat(50_000, 1)
+    with pytest.warns(UserWarning, match=r"100,000 given rows .* of up to 3\.\d+") as caught:
+        emb = make_table(150_000, 2, init=many, optimizer=RiemannianAdam(), chunk_rows=1024)
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match=r"1 given rows .* distance of up to 3\.\d+"):
+        emb.weight[3:5] = rows[:2]
     emb = make_table(3, 2, init=rows.double(), optimizer=RiemannianAdam(), dtype=torch.float64)
     assert torch.equal(emb.weight[:], rows.double())  # without a warning
     with pytest.raises(ValueError, match="outside of the ball"):
