@@ -337,7 +337,8 @@ class OpenTable:
         if self._guard.closed or self._guard.forked:
             return
         if isinstance(threading.current_thread(), Worker):
-            # The cyclic collector ran a finalizer here, and a thread cannot wait for itself.
+            # The cyclic collector ran a finalizer here, which never asks for a flush, and a thread
+            # cannot wait for itself.
             close = partial(self.close_for_good, param_groups)
             threading.Thread(target=close, daemon=False).start()
             return

@@ -24,6 +24,7 @@ from shadowed import Run, make
 import ooc_embed
 from conftest import Stores
 from ooc_embed import DiskEmbedding, opened, report
+from ooc_embed.places import StoredRecords
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -424,8 +425,11 @@ def test_rows_that_are_read_ahead_are_checked_against_the_map_that_is_used(
     fetcher = emb._table._rows
     ids = torch.arange(MORE)
     emb.rollback(0)
+    announced: list[torch.Tensor] = []
+    monkeypatch.setattr(StoredRecords, "announce", lambda _, rows, homes: announced.append(rows))
     emb._table._rows.prefetch(ids)
     fetcher.prefetch(ids)  # whose cache has no map any more
+    assert [len(rows) for rows in announced] == [6000, 0]
     emb.close()
 
 
