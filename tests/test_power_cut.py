@@ -21,6 +21,7 @@ import store_files
 import system_calls
 import torch
 import workload
+from effort import FULL
 from power_cut import Disk
 from shadowed import Run
 from test_resize import grow, long_rows
@@ -37,7 +38,6 @@ CALLS = (*system_calls.WRITES, *system_calls.SYNCS, *system_calls.NAMES, "open")
 __all__ = ["long_rows"]
 T = TypeVar("T")
 SEED = 5
-FULL = bool(os.environ.get("OOC_EMBED_FULL_MATRIX"))
 # Of the calls, those ahead of which the power is cut, and those that fail.
 CUT, FAILING = (1.0, 1.0) if FULL else (0.12, 0.012)
 # None of what is not safe, half of it, all of it: the last is a killed process.

@@ -18,6 +18,7 @@ import store_files
 import system_calls
 import torch
 import workload
+from effort import FULL
 
 import ooc_embed
 from ooc_embed import DiskEmbedding, report
@@ -55,7 +56,7 @@ def assert_last_commit(
     return step
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(50 if FULL else 5))
 def test_a_killed_run_is_its_last_commit_and_trains_on(
     tmp_path: Path, nursery: crash_child.Nursery, seeded: torch.Tensor, seed: int
 ) -> None:
