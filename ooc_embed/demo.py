@@ -125,9 +125,9 @@ def _refuse_mixed(args: argparse.Namespace) -> None:
         if args.png and getattr(args, "dim", 2) != 2:
             args.refuse(f"argument --png: draws rows of 2 numbers, not of {args.dim}")
         return
-    for name in ("nouns", "epochs", "every", "ram", "png"):
+    for name in ("nouns", "epochs", "lr", "burn_in", "every", "ram", "png"):
         if getattr(args, name):
-            args.refuse(f"argument --{name}: needs --poincare")
+            args.refuse(f"argument --{name.replace('_', '-')}: needs --poincare")
     if hasattr(args, "dim"):
         try:
             _whole(2, 2)(str(args.dim))

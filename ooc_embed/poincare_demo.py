@@ -6,6 +6,7 @@ It does not know how a step is made, nor the arithmetic of points, ranks and pic
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -70,6 +71,19 @@ def add_arguments(parser: argparse.ArgumentParser, whole: Callable[[str], int]) 
         help=f"over all pairs, default: {MAMMALS.epochs}, with --nouns {NOUNS.epochs}",
     )
     group.add_argument(
+        "--lr",
+        type=_positive,
+        metavar="X",
+        help=f"learning rate, default: {MAMMALS.lr:g}, with --nouns {NOUNS.lr:g}",
+    )
+    group.add_argument(
+        "--burn-in",
+        type=whole,
+        metavar="N",
+        help="epochs at a tenth of it, "
+        f"default: {MAMMALS.burn_in}, with --nouns {NOUNS.burn_in}, half of all at most",
+    )
+    group.add_argument(
         "--every", type=whole, metavar="N", help="measure the reconstruction every N epochs, too"
     )
     group.add_argument(
@@ -86,7 +100,18 @@ def add_arguments(parser: argparse.ArgumentParser, whole: Callable[[str], int]) 
 
 
 MAMMALS = Settings()
-NOUNS = Settings(dim=10, epochs=60, batch=500, lr=250.0, burn_in=4)
+NOUNS = Settings(dim=10, epochs=40, batch=500, lr=80.0, burn_in=5)
+
+
+def _positive(text: str) -> float:
+    """Parses a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return value
 
 
 def main(args: argparse.Namespace) -> int:
@@ -98,7 +123,8 @@ def main(args: argparse.Namespace) -> int:
         dim=getattr(args, "dim", 2 if args.png else default.dim),
         epochs=epochs,
         seed=getattr(args, "seed", default.seed),
-        burn_in=min(default.burn_in, epochs // 2),
+        lr=args.lr or default.lr,
+        burn_in=args.burn_in or min(default.burn_in, epochs // 2),
     )
     if args.png:  # what would stop the picture stops the run before it begins
         disk_plot.require()

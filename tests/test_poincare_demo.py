@@ -91,8 +91,11 @@ def test_command_prints_its_figures(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert cli.main(["demo", "--poincare", "--path", str(folder)]) == 2
     assert "--overwrite replaces it" in capsys.readouterr().err
     again = ["--poincare", "--path", str(folder), "--overwrite", "--epochs", "1", "--dim", "3"]
+    again += ["--lr", "0.5", "--burn-in", "1"]
     assert cli.main(["demo", *again]) == 0
     assert "3 dimensions" in capsys.readouterr().out
+    with ooc_embed.DiskEmbedding.open(folder / "nodes.zarr", mode="r") as table:
+        assert table.optimizer.param_groups[0]["lr"] == 0.05
 
 
 @pytest.mark.usefixtures("small")
@@ -162,6 +165,10 @@ def test_large_tree_is_measured_on_a_sample(
         (["--epochs", "3"], "--epochs: needs --poincare"),
         (["--png", "disk.png"], "--png: needs --poincare"),
         (["--ram"], "--ram: needs --poincare"),
+        (["--lr", "3"], "--lr: needs --poincare"),
+        (["--burn-in", "3"], "--burn-in: needs --poincare"),
+        (["--poincare", "--lr", "-3"], "'-3' is no number above 0"),
+        (["--poincare", "--lr", "nan"], "'nan' is no number above 0"),
         (["--every", "3"], "--every: needs --poincare"),
         (["--poincare", "--ram", "--path", "run"], "--path: not allowed with --ram"),
         (["--poincare", "--resume"], "--resume: not allowed with --poincare"),
