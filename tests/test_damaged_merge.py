@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import pytest
 import store_files
 import system_calls
 import torch
-from test_merging import ROWS, Pair, sealed, wait_for_merge
+from test_merging import CHUNKS, ROWS, Gate, Pair, gate, pair, sealed, wait_for_merge
 
 from ooc_embed import CorruptStoreError, DiskEmbedding, report
 from ooc_embed.mapped import MappedRows
@@ -21,11 +21,7 @@ from ooc_embed.storage import Storage
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-@pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Pair]:
-    pair = Pair(tmp_path / "t.zarr")
-    yield pair
-    pair.emb.close()
+__all__ = ["gate", "pair"]
 
 
 def _flip(path: Path) -> None:
@@ -65,6 +61,24 @@ def test_nothing_is_merged_into_a_chunk_that_was_damaged_until_it_is_mended(
     _replace(chunk, kept)
     with pytest.raises(CorruptStoreError):
         pair.emb.flush()
+    pair.finish()
+
+
+def test_a_chunk_that_is_gone_before_the_table_maps_it_is_merged_again(
+    pair: Pair, gate: Gate
+) -> None:
+    pair.seal()
+    gate.let(CHUNKS)
+    wait_for_merge(pair.emb)
+    chunk = pair.path / "table" / "c.2.0"
+    kept = chunk.read_bytes()
+    chunk.unlink()
+    pair.train()  # meets it, and goes on with what the log has
+    pair.check()
+    with pytest.raises(CorruptStoreError, match=r"c\.2\.0"):
+        pair.emb.commit()
+    chunk.write_bytes(kept)
+    gate.open()
     pair.finish()
 
 
