@@ -22,8 +22,6 @@ _OURS = re.compile(
     r"/((zarr\.json|writer\.json|c\.\d+(\.0)?|c/0)(\.tmp|\.[0-9a-f]*\.partial)?"
     r"|zarr\.[0-9a-f]*\.partial)"
 )
-
-
 _OPEN_OR_OVERWRITE = (
     "DiskEmbedding.open(path) goes on with it, overwrite=True of the constructor replaces it"
 )

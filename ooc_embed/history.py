@@ -58,14 +58,7 @@ class Commit(Facts):
     def now(cls, number: int, facts: Facts, logs: tuple[LogState, ...]) -> Self:
         """One that is made now, by this version."""
         return cls(
-            number=number,
-            step=facts.step,
-            rows_written=facts.rows_written,
-            param_groups=facts.param_groups,
-            num_embeddings=facts.num_embeddings,
-            logs=logs,
-            created=time.time(),
-            library=__version__,
+            **vars(facts), number=number, logs=logs, created=time.time(), library=__version__
         )
 
     @property

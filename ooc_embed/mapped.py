@@ -22,6 +22,7 @@ from .memory import (
     Span,
     libc,
     map_memory,
+    unmap,
 )
 
 _SYS_PROCESS_MADVISE = 440
@@ -215,8 +216,8 @@ class HeldFile:
         """Let it go; the last one to do so waits until the file is deleted."""
         # Taken away first: interrupted here, a second call must not unmap what lies there by then.
         address, self._address = self._address, 0
-        if address and os.getpid() == self._pid:  # in a child something else may lie there
-            libc.munmap(address, PAGE)
+        if address:
+            unmap(address, PAGE, self._pid)
 
     def __del__(self) -> None:
         self.close()

@@ -60,7 +60,7 @@ class Span:
         self.nbytes = nbytes
         self.address = map_memory(0, nbytes, flags, -1, writable=writable)
         # At exit other views may still be read; the kernel unmaps then.
-        weakref.finalize(self, _unmap, self.address, nbytes, os.getpid()).atexit = False
+        weakref.finalize(self, unmap, self.address, nbytes, os.getpid()).atexit = False
         # Not marked read-only where it is: torch warns of such arrays, and none leaves the package.
         self.__array_interface__ = {
             "shape": (nbytes,),
@@ -85,8 +85,11 @@ def map_memory(address: int, nbytes: int, flags: int, fd: int, *, writable: bool
     return int(result)
 
 
-def _unmap(address: int, nbytes: int, pid: int) -> None:
-    # A forked child has no such mapping: what is there now is something else of its own.
+def unmap(address: int, nbytes: int, pid: int) -> None:
+    """``munmap`` of what the process ``pid`` mapped; in a forked child it does nothing.
+
+    The child has no such mapping: what is there now is something else of its own.
+    """
     if os.getpid() == pid:
         libc.munmap(address, nbytes)
 

@@ -104,13 +104,7 @@ class Storage(StoredState):
 
     # Committing
 
-    def commit(
-        self,
-        facts: Facts,
-        *,
-        flush: bool = False,
-        closing: bool = False,
-    ) -> None:
+    def commit(self, facts: Facts, *, flush: bool = False, closing: bool = False) -> None:
         """Make all records durable, and with ``flush`` bring them into the table's chunks.
 
         Args:
@@ -160,14 +154,12 @@ class Storage(StoredState):
         if self._full and self.manifest.history.only_former_unmerged:
             self._name_history(self.manifest.history.given_up())
         if closing:
-            self._put_merge_down_at_close(flush)
+            self._put_merge_down_at_close()
 
-    def _put_merge_down_at_close(self, flush: bool) -> None:
+    def _put_merge_down_at_close(self) -> None:
         try:
             self.put_merge_down()
         except OSError as error:
-            if flush:
-                raise
             warn(f"{self.store.path}: {error}; the merge will begin anew, and nothing is lost")
 
     def _store_dirty(self) -> None:

@@ -157,9 +157,12 @@ def test_half_precision_gives_numbers_where_points_coincide_and_at_the_origin(
         assert torch.equal(poincare.expmap(x, torch.zeros_like(x)), x)
 
 
-@pytest.mark.parametrize(
+overflowing = pytest.mark.parametrize(
     ("dtype", "sizes"), [(torch.float32, (1e18, 1e19, 3e38)), (torch.float64, (1e160, 1e308))]
 )
+
+
+@overflowing
 def test_vectors_whose_squares_overflow_keep_their_direction(
     dtype: torch.dtype, sizes: tuple[float, ...]
 ) -> None:
@@ -173,9 +176,7 @@ def test_vectors_whose_squares_overflow_keep_their_direction(
     assert poincare.project(infinite).isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "sizes"), [(torch.float32, (1e18, 1e19, 3e38)), (torch.float64, (1e160, 1e308))]
-)
+@overflowing
 def test_points_whose_squares_overflow_come_to_the_boundary_too(
     dtype: torch.dtype, sizes: tuple[float, ...]
 ) -> None:
