@@ -1,7 +1,7 @@
 """The zarr arrays of a store: their metadata and creation. Knows zarr; knows no rows.
 
-The only importer of zarr, which writes at creation and never again: it leaves temporary files in
-groups, and half-made folders warn. A table that grows has its arrays' lengths replaced as any file.
+The only importer of zarr, which describes the arrays in memory: files are written as all others of
+a store, here and when a table grows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import durable
 from .errors import FormatError
 from .manifest import Layout, Manifest
 
-# All that zarr writes at creation.
+# All files of a new store but its manifest.
 METADATA = (
     *(f"{name}/zarr.json" for name in ("table", "column", "log", "log/0", "log/1")),
     *(f"log/{number}/{name}/zarr.json" for number in "01" for name in ("rows", "records")),
@@ -46,11 +46,27 @@ def _array_shapes(layout: Layout) -> dict[str, tuple[tuple[int, ...], tuple[int,
 
 
 def make_arrays(path: Path, manifest: Manifest, layout: Layout) -> None:
+    """Write the metadata of all arrays, and the names of the table's columns."""
+    described = _described(manifest, layout)
+    for name in METADATA:
+        target = path / name
+        durable.make_directory(target.parent)
+        data = described[name].to_bytes()
+        durable.replace(target, data, durable.temporary_for(target))
+
+
+def _described(manifest: Manifest, layout: Layout) -> dict[str, Any]:
+    """What zarr makes of it: keys of a store to buffers of bytes."""
+    memory: dict[str, Any] = {}
+    store = zarr.storage.MemoryStore(memory)
+    for name in ("log", "log/0", "log/1"):
+        zarr.create_group(store=store, path=name, zarr_format=3)
     dimensions = {"table": ("row", "column"), "rows": ("position",)}
     for name, (shape, chunks, dtype) in _array_shapes(layout).items():
         kind = name.rsplit("/", 1)[-1]
         zarr.create_array(
-            store=str(path / name),
+            store=store,
+            name=name,
             shape=shape,
             chunks=chunks,
             dtype=dtype,
@@ -61,11 +77,10 @@ def make_arrays(path: Path, manifest: Manifest, layout: Layout) -> None:
             dimension_names=dimensions.get(kind, ("position", "column")),
             zarr_format=3,
         )
-    for name in ("log", "log/0", "log/1"):
-        zarr.create_group(store=str(path / name), zarr_format=3)
     names = [name for name, width in manifest.fields.items() for _ in range(width)]
     column = zarr.create_array(
-        store=str(path / "column"),
+        store=store,
+        name="column",
         shape=(layout.width,),
         chunks=(layout.width,),
         dtype="str",
@@ -74,6 +89,7 @@ def make_arrays(path: Path, manifest: Manifest, layout: Layout) -> None:
         zarr_format=3,
     )
     column[:] = np.array(names, dtype=np.dtypes.StringDType())
+    return memory
 
 
 def lengthen(path: Path, layout: Layout) -> None:

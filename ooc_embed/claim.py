@@ -19,8 +19,7 @@ _FOLDERS = ("table", "column", "log")
 # All files that a creation, finished or not, puts into its folder.
 _OURS = re.compile(
     r"(table|column|log|log/[01]|log/[01]/(rows|records))"
-    r"/((zarr\.json|writer\.json|c\.\d+(\.0)?|c/0)(\.tmp|\.[0-9a-f]*\.partial)?"
-    r"|zarr\.[0-9a-f]*\.partial)"
+    r"/(zarr\.json|writer\.json|c\.\d+(\.0)?|c/0)(\.tmp)?"
 )
 _OPEN_OR_OVERWRITE = (
     "DiskEmbedding.open(path) goes on with it, overwrite=True of the constructor replaces it"

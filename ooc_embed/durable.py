@@ -1,8 +1,10 @@
 """Every write, sync, rename, link and unlink of a store. Knows files and bytes, not rows or torch.
 
-A name is durable only after its folder was synced, and a file only through a descriptor that was
-open when it was written: a writeback error is reported to those. Disk-full errors name the bytes
-that were needed and those that are free.
+Nothing else changes a file, and nothing here does but by calls of `os`: a test that watches those
+can count them, stop at each, let it fail, or forget what was not synced. A name is durable only
+after its folder was synced, and a file only through a descriptor that was open when it was written:
+a writeback error is reported to those. Disk-full errors name the bytes that were needed and those
+that are free.
 """
 
 from __future__ import annotations
@@ -10,7 +12,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from .disk_facts import free_bytes
 
 PAGE = 4096
 TEMPORARY = ".tmp"
-_FALLBACK_BLOCK = 1 << 20
+_BLOCK = 1 << 20
 # What a second name for a file fails with: another disk, a file system without, one name too many.
 _NO_LINKS = {errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
@@ -70,9 +71,9 @@ def replace(path: Path, data: bytes, temporary: Path) -> None:
     The caller syncs the folder.
     """
     try:
-        with needs(path, len(data)), temporary.open("wb", buffering=0) as file:
-            _write_all(file.fileno(), memoryview(data), 0)
-            os.fsync(file.fileno())
+        with needs(path, len(data)), _emptied(temporary) as fd:
+            _write_all(fd, memoryview(data), 0)
+            os.fsync(fd)
         os.rename(temporary, path)
     except BaseException:
         remove(temporary)
@@ -99,16 +100,12 @@ def renew(path: Path) -> None:
 def copy(source: Path, target: Path) -> None:
     """Write a copy of a file, and sync it; the caller syncs the folder."""
     nbytes = source.stat().st_size
-    with needs(target, nbytes):
-        shutil.copyfile(source, target)
-        fd = os.open(target, os.O_RDWR)
-        try:
-            if hasattr(os, "posix_fallocate"):
-                # Blocks that a copy shares, or leaves out, could be missing when they are written.
-                os.posix_fallocate(fd, 0, nbytes)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
+    with needs(target, nbytes), _emptied(target) as fd, source.open("rb") as file:
+        offset = 0
+        while block := file.read(_BLOCK):
+            _write_all(fd, memoryview(block), offset)
+            offset += len(block)
+        os.fsync(fd)
 
 
 def link(source: Path, target: Path) -> bool:
@@ -124,8 +121,8 @@ def link(source: Path, target: Path) -> bool:
 
 def write_hint(path: Path, text: str) -> None:
     """Write a small file that nothing depends on: a full disk is no error, and it is not synced."""
-    with suppress(OSError):
-        path.write_text(text)
+    with suppress(OSError), _emptied(path) as fd:
+        _write_all(fd, memoryview(text.encode()), 0)
 
 
 def make_directory(path: Path) -> None:
@@ -230,12 +227,8 @@ def allocate(path: Path, nbytes: int) -> None:
     """
     temporary = temporary_for(path)
     try:
-        with needs(path, nbytes):
-            fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-            try:
-                _reserve(fd, nbytes)
-            finally:
-                os.close(fd)
+        with needs(path, nbytes), _emptied(temporary) as fd:
+            _reserve(fd, nbytes)
         os.rename(temporary, path)
     except BaseException:
         remove(temporary)
@@ -254,7 +247,7 @@ class AppendFile:
 
     def __init__(self, path: Path, nbytes: int, *, create: bool = False) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o644)
+        self._fd = os.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0), 0o666)
         self._direct_fd = -1
         try:
             if create:
@@ -297,6 +290,16 @@ def writes_directly(path: Path) -> bool:
     return fd >= 0
 
 
+@contextmanager
+def _emptied(path: Path) -> Iterator[int]:
+    """A descriptor of a file with nothing in it, which is created where there is none."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
 def _open_direct(path: Path, flags: int) -> int:
     """A descriptor past the page cache, or -1 where the file system refuses one."""
     if not hasattr(os, "O_DIRECT"):
@@ -314,9 +317,9 @@ def _reserve(fd: int, nbytes: int) -> None:
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, 0, nbytes)
         return
-    zeros = memoryview(bytes(_FALLBACK_BLOCK))
-    for offset in range(0, nbytes, _FALLBACK_BLOCK):
-        _write_all(fd, zeros[: min(_FALLBACK_BLOCK, nbytes - offset)], offset)
+    zeros = memoryview(bytes(_BLOCK))
+    for offset in range(0, nbytes, _BLOCK):
+        _write_all(fd, zeros[: min(_BLOCK, nbytes - offset)], offset)
 
 
 def _write_all(fd: int, data: memoryview, offset: int) -> None:

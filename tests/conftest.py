@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import crash_child
+import hypothesis
 import pytest
 import store_files
 import torch
@@ -14,6 +15,13 @@ from ram_reference import RamTable
 
 import ooc_embed
 from ooc_embed import blocks, report
+
+for _profile, _examples in (("nightly", 2000), ("ci", 40)):
+    hypothesis.settings.register_profile(
+        _profile, max_examples=_examples, stateful_step_count=40, deadline=None
+    )
+# `--hypothesis-profile=nightly` comes later, and wins.
+hypothesis.settings.load_profile("ci")
 
 
 class Stores:

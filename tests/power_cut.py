@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,34 @@ class Disk:
         self._safe_names: dict[int, dict[str, int]] = {}
         self._gone: dict[int, bytes] = {}
         self._folders: set[int] = set()
+
+    def copied(self, folder: Path) -> Disk:
+        """A copy of the files as they are, and of what is safe of it: the process was killed.
+
+        Args:
+            folder: where the copy is to be; it is not there.
+        """
+        # A file with two names stays one: by numbers, not by paths.
+        other, places = Disk(folder), dict[int, Path]()
+        folder.mkdir(parents=True)
+        for old, _, names in os.walk(self.folder):
+            new = folder / Path(old).relative_to(self.folder)
+            new.mkdir(exist_ok=True)
+            other._numbers[new.stat().st_ino] = self._number(Path(old))
+            for name in names:
+                number = self._number(Path(old, name))
+                if number in places:
+                    os.link(places[number], new / name)
+                else:
+                    shutil.copyfile(Path(old, name), new / name)
+                    other._numbers[(new / name).stat().st_ino] = number
+                    places[number] = new / name
+        other._next = self._next
+        other._safe_bytes = dict(self._safe_bytes)
+        other._safe_names = dict(self._safe_names)
+        other._gone = dict(self._gone)
+        other._folders = set(self._folders)
+        return other
 
     # The hooks of `system_calls.watched`
 

@@ -1,6 +1,6 @@
 """Any order of operations: a table is at every moment what NumPy's arithmetic says.
 
-`OOC_EMBED_FULL_MATRIX=1` runs 2,000 examples, not a few.
+`--hypothesis-profile=nightly` runs 2,000 examples, not a few.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ import numpy as np
 import pytest
 import store_files
 import torch
-from effort import FULL
-from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
@@ -209,8 +207,5 @@ class Machine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-Machine.TestCase.settings = settings(
-    max_examples=2000 if FULL else 15, stateful_step_count=40, deadline=None
-)
-TestMachine = pytest.mark.timeout(7200 if FULL else 300)(Machine.TestCase)
+TestMachine = pytest.mark.timeout(7200)(Machine.TestCase)
 TestMachine = pytest.mark.filterwarnings("ignore:.*gives up commit")(TestMachine)
