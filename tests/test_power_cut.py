@@ -112,7 +112,8 @@ def script(
     shadows: Shadows = {}
     rows = path.with_name("rows.npy")
     np.save(rows, np.ones((IMPORTED, 3), np.float32))
-    do(lambda: DiskEmbedding.from_pretrained(rows, path=path)).close()
+    emb = do(lambda: DiskEmbedding.from_pretrained(rows, path=path))
+    do(emb.close)
     returned()
     options: dict[str, Any] = {"overwrite": True}
     emb = do(lambda: crash_child.create(str(path), workload.SMALL_CACHE, **options))
