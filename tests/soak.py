@@ -1,0 +1,504 @@
+"""Hours of training in little memory, with kills: memory stays flat, nothing is lost or left over.
+
+    python tests/soak.py --minutes 60 --ram 2G
+
+A process trains a table that is several times larger than the memory it may use, commits, merges,
+goes back, and is killed at random moments, again and again. After each death the rows that this
+process follows in RAM are compared, by torch's own SparseAdam. The first fault ends it with exit
+code 1, and the store stays for a look.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import copy
+import dataclasses
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import crash_child
+import numpy as np
+import soak_child
+import store_files
+import torch
+import workload
+from numpy.typing import NDArray
+
+from ooc_embed import DiskEmbedding, memory_limit, report
+from ooc_embed.disk_facts import file_system
+
+# What a process takes beside the cache and the map of its rows: torch and numba, the buffers of
+# merges and of the log, a batch.
+BESIDE = 700 << 20
+# Of a table that is on the disk and is being trained in float32, against float64 in RAM.
+CLOSE = {"weight": (1e-4, 1e-5), "exp_avg": (1e-4, 1e-6), "exp_avg_sq": (1e-4, 1e-9)}
+# How a life ends, how often. Signals that can be handled close the table.
+SIGNALS = {signal.SIGKILL: 7, signal.SIGTERM: 1, signal.SIGINT: 1}
+# When: at any moment, within an operation, within a merge, while the store is opened.
+AIMS = {"": 5, "operation": 3, "merge": 3, "opening": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How long, and how hard.
+
+    A life takes `short` seconds at most, one of eight up to `long`, and then waits for the moment
+    that it is aimed at, at most `patience` seconds.
+    """
+
+    minutes: float = 60.0
+    ram: int | None = 2 << 30
+    lives: int | None = None
+    tracked: int = 20_000
+    verify_every: int = 10
+    short: float = 30.0
+    long: float = 120.0
+    patience: float = 20.0
+
+
+class Reference:
+    """The rows that are followed, by torch in RAM, after any number of rounds."""
+
+    def __init__(self, work: soak_child.Work, count: int) -> None:
+        self.work = work
+        rng = np.random.default_rng([work.seed, 1])
+        often = soak_child.frequent(work, np.arange(count // 2))
+        self.rows = np.unique(np.concatenate((often, rng.integers(work.rows, size=count // 2))))
+        self._place = np.full(work.rows, -1)
+        self._place[self.rows] = np.arange(len(self.rows))
+        given = soak_child.initial(work)
+        weight = np.concatenate([given[row : row + 1] for row in self.rows])
+        first = workload.Shadow(torch.from_numpy(weight).double(), soak_child.LR)
+        first.version += 1  # rows that are given count one
+        self._shadows = {0: first}
+        self.differences = dict.fromkeys(CLOSE, 0.0)
+
+    def at(self, step: int) -> workload.Shadow:
+        """What the rows are after `step` rounds."""
+        known = max(number for number in self._shadows if number <= step)
+        if known < step:
+            shadow = copy.deepcopy(self._shadows[known])
+            for index in range(known, step):
+                shadow.play(self._part(soak_child.make_round(self.work, index)))
+            self._shadows[step] = shadow
+        return self._shadows[step]
+
+    def forget_before(self, step: int) -> None:
+        """Nobody will ask for what was sooner; only that and the latest need be known."""
+        self.at(step)
+        self._shadows = {n: self._shadows[n] for n in (step, max(self._shadows)) if n >= step}
+
+    def _part(self, played: workload.Round) -> workload.Round:
+        """A round, as far as it changes these rows."""
+        ids, grads = self._among(played.ids, played.grads)
+        assigned = self._among(*played.assigned) if played.assigned is not None else None
+        return dataclasses.replace(played, ids=ids, grads=grads, assigned=assigned)
+
+    def _among(self, rows: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        places = torch.from_numpy(self._place)[rows]
+        kept = places >= 0
+        return places[kept], values[kept].double()
+
+    def check(self, path: Path) -> None:
+        """A reader of the newest commit sees the rows as they are after its rounds."""
+        with DiskEmbedding.open(path, mode="r") as emb:
+            lr = emb.optimizer.param_groups[0]["lr"]
+            version = emb.version[self.rows].numpy()
+            found = {"weight": emb.weight[self.rows].numpy()}
+            found |= {name: emb.state[name][self.rows].numpy() for name in workload.FIELDS[1:]}
+            step = emb.step
+        state = self._state_like(step, version, lr)
+        np.testing.assert_array_equal(version, state.version, f"versions at step {step}")
+        assert lr == state.lr, f"lr {lr} at step {step}, {state.lr} was set"
+        for name, (rtol, atol) in CLOSE.items():
+            want = state.fields[name]
+            apart = float((np.abs(found[name] - want) / (atol + rtol * np.abs(want))).max())
+            self.differences[name] = max(self.differences[name], apart)
+            np.testing.assert_allclose(found[name], want, rtol, atol, err_msg=f"{name} at {step}")
+
+    def _state_like(self, step: int, version: NDArray[Any], lr: float) -> workload.State:
+        """After `step` rounds, and perhaps the begin of one more: an interrupt may cut it off
+        behind its rate, or behind the rows that it assigns."""
+        shadow = self.at(step)
+        begun = self._part(soak_child.make_round(self.work, step))
+        state = shadow.state()
+        if begun.lr is not None and lr != state.lr:
+            state = dataclasses.replace(state, lr=begun.lr)
+        if begun.assigned is not None and not np.array_equal(version, state.version):
+            rows, values = begun.assigned
+            state.fields["weight"][rows] = values
+            state.version[rows] += 1
+        return state
+
+
+class Watch:
+    """What one life takes, each second: memory, descriptors, maps, disk and log."""
+
+    def __init__(self, path: Path, settings: Settings, work: soak_child.Work, pid: int) -> None:
+        self._path = path
+        self._proc = Path(f"/proc/{pid}")
+        self._before = self._process()
+        self.capacity = int(store_files.metadata(path, "log/0/rows")["shape"][0])
+        record = 4 * (3 * work.dim + 1)
+        chunk = store_files.metadata(path, "table")["chunk_grid"]["configuration"]["chunk_shape"]
+        table = -(-work.rows // chunk[0]) * chunk[0] * record
+        # Beside them, the chunks that a merge is writing.
+        self.disk_bound = table + 2 * self.capacity * (record + 8) + (512 << 20)
+        self.bound = work.cache_bytes + 4 * work.rows + BESIDE
+        if settings.ram is not None:
+            self.bound = min(self.bound, settings.ram)
+        self.samples: list[dict[str, int]] = []
+        self._next = 0.0
+
+    def look(self, full: bool) -> None:
+        """Take a sample, if it is time for one.
+
+        Args:
+            full: whether the cache is.
+        """
+        if time.monotonic() < self._next:
+            return
+        self._next = time.monotonic() + 1
+        try:
+            sample = self._process()
+        except (FileNotFoundError, ProcessLookupError):  # it died
+            return
+        logs = [log["records"] for log in store_files.newest_commit(self._path)["logs"]]
+        sample |= {"log": max(logs), "logs": sum(logs), **_folder(self._path)}
+        sample["quiet"] = int(full and not _is_merging(self._path))
+        self.samples.append(sample)
+        # Each file of the store is mapped, by a reader too; a merge holds on to replaced ones.
+        for name, most in (
+            ("anon", self.bound),
+            ("log", self.capacity),
+            ("disk", self.disk_bound),
+            ("descriptors", self._before["descriptors"] + 40),
+            ("maps", self._before["maps"] + 2 * sample["files"] + 100),
+        ):
+            assert sample[name] <= most, f"{name}: {sample[name]:,}, {most:,} at most expected"
+
+    def _process(self) -> dict[str, int]:
+        status = (self._proc / "status").read_text()
+        if "RssAnon" not in status:
+            raise ProcessLookupError("a zombie")
+        return {
+            "anon": 1024 * int(status.split("RssAnon:")[1].split()[0]),
+            "descriptors": len(os.listdir(self._proc / "fd")),
+            "maps": len((self._proc / "maps").read_bytes().splitlines()),
+        }
+
+    @property
+    def quiet(self) -> list[int]:
+        """Anonymous memory while the cache is full and no merge runs: that should not change."""
+        return [sample["anon"] for sample in self.samples if sample["quiet"]]
+
+    def check_flat(self) -> None:
+        """In a long life it does not."""
+        half = len(self.quiet) // 2
+        if half >= 20:
+            check_flat(self.quiet[:half], self.quiet[half:])
+
+
+def check_flat(first: list[int], last: list[int]) -> None:
+    before, after = statistics.median(first), statistics.median(last)
+    assert after <= 1.05 * before, f"memory grows: {before:,} bytes at first, {after:,} at last"
+
+
+def _folder(path: Path) -> dict[str, int]:
+    """How many files a store has, and their bytes on the disk."""
+    found = {"files": 0, "disk": 0}
+    for file in path.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # renamed or deleted meanwhile
+            found["disk"] += file.stat().st_blocks * 512
+            found["files"] += 1
+    return found
+
+
+def _is_merging(path: Path) -> bool:
+    """Whether a chunk file is, or was, being written."""
+    return any((path / "table").glob("c.*.tmp"))
+
+
+class Death:
+    """When and how a life ends."""
+
+    def __init__(
+        self, rng: random.Random, settings: Settings, path: Path, seconds_left: float
+    ) -> None:
+        self._rng = rng
+        self._path = path
+        self.aim, self.signal = (rng.choices([*d], [*d.values()])[0] for d in (AIMS, SIGNALS))
+        seconds = rng.uniform(0, settings.short if rng.random() < 7 / 8 else settings.long)
+        self._seconds = min(seconds, seconds_left)
+        self._patience = settings.patience
+        self._due = float("inf")
+        self.came = False
+
+    def come(self, pid: int, heard: str) -> None:
+        """Send the signal, if this is the moment; it has so many seconds to follow."""
+        if heard == "opened":
+            self._due = min(self._due, time.monotonic() + self._seconds)
+        elif heard == "opening" and self.aim == "opening" and (self._path / "zarr.json").exists():
+            self._due = time.monotonic() + self._rng.uniform(0, 2)
+        late = time.monotonic() - self._due
+        if not self.came and late > 0 and (late > self._patience or self._is_moment(heard)):
+            os.kill(pid, self.signal)
+            self.came = True
+        assert late < 140, f"{self.signal.name} has not ended the process in two minutes"
+
+    def _is_moment(self, heard: str) -> bool:
+        if self.aim == "operation" and heard == "begin":
+            time.sleep(self._rng.random() ** 2)  # into it; most take less than a second
+        return {"operation": heard == "begin", "merge": _is_merging(self._path)}.get(self.aim, True)
+
+
+class Soak:
+    """All lives of one store, and what is known of it."""
+
+    def __init__(
+        self, settings: Settings, work: soak_child.Work, nursery: crash_child.Nursery
+    ) -> None:
+        self.settings = settings
+        self.work = work
+        self.path = Path(work.path)
+        self.rng = random.Random(work.seed)
+        self.nursery = nursery
+        self.reference = Reference(work, settings.tracked)
+        self.counts: collections.Counter[str] = collections.Counter()
+        self.watches: list[Watch] = []
+        self.begin = time.monotonic()
+        # The newest commit that is known to be durable, its step; and what may be one by now.
+        self.newest, self.step = 0, 0
+        self.begun: tuple[str, int, int] | None = None
+        self.highest = 0
+        self._spoken = 0.0
+
+    @property
+    def minutes(self) -> float:
+        return (time.monotonic() - self.begin) / 60
+
+    def run(self) -> None:
+        while self.minutes < self.settings.minutes and self.counts["lives"] != self.settings.lives:
+            self.live()
+            self.check()
+        assert report.verify(self.path) == []
+        self.check_flat()
+
+    # A life
+
+    def live(self) -> None:
+        self.counts["lives"] += 1
+        seconds_left = 60 * (self.settings.minutes - self.minutes)
+        death = Death(self.rng, self.settings, self.path, seconds_left)
+        pid = self.nursery.start("soak", life=self.counts["lives"], **dataclasses.asdict(self.work))
+        watch, merges, full = None, 0, False
+        while True:
+            event = self.nursery.next_event(0.02) or [""]
+            if event[0] == "died":
+                break
+            if event[0] == "opened" and not death.came:
+                watch = Watch(self.path, self.settings, self.work, pid)
+            elif event[0] == "step":
+                self.counts["steps"] += 1
+                # Counted since the table was opened, which it may be again.
+                full = event[2]
+                self.counts["merges"] += max(event[3] - merges, 0)
+                merges = event[3]
+            elif event[0] == "begin":
+                full = False  # some empty the cache
+            self.hear(event)
+            if watch is not None:
+                watch.look(full)
+            death.come(pid, event[0])
+            self.speak()
+        self.end(event[1], death)
+        if watch is not None:
+            watch.check_flat()
+            self.watches.append(watch)
+
+    def hear(self, event: list[Any]) -> None:
+        """Follow what the process says of its commits."""
+        assert event[0] != "fault", f"the process failed: {event[1]}"
+        if event[0] == "begin":
+            self.begun = (event[1], event[2], event[3])
+        elif event[0] == "opened":
+            assert (event[1], event[2]) == (self.newest, self.step), "opened at another commit"
+        elif event[0] == "done":
+            _, name, self.step, self.newest = event
+            self.counts[name] += 1
+            self.counts["commits"] += self.newest > self.highest
+            self.highest = max(self.highest, self.newest)
+            self.begun = None
+
+    def end(self, status: int, death: Death) -> None:
+        """It died: by the signal it was sent, after closing its table if it was that kind."""
+        assert death.came, f"the process ended by itself, with {status}; memory, if that is -9"
+        wanted = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[death.signal]
+        assert status == wanted, f"it ended with {status}, {wanted} was expected"
+        self.counts[death.signal.name] += 1
+        if death.signal == signal.SIGKILL:
+            logs = store_files.newest_commit(self.path)["logs"]
+            self.counts["killed with a sealed log"] += len(logs) == 2
+            self.counts["killed within an operation"] += self.begun is not None
+            self.counts["killed within a merge"] += _is_merging(self.path)
+
+    # What it left
+
+    def check(self) -> None:
+        """The newest commit is the last one that was told of, or the one that was being made."""
+        commits = store_files.manifest(self.path)["commits"]
+        number, step = commits[-1]["commit"], commits[-1]["step"]
+        known = f"commit {self.newest} at step {self.step} was, {self.begun} was going on"
+        if (number, step) != (self.newest, self.step):
+            assert self.begun is not None, f"commit {number}, step {step} is there; {known}"
+            name, at, target = self.begun
+            ok = number == target if name == "rollback" else number > self.highest
+            assert ok and step == at, f"commit {number}, step {step} is there; {known}"
+            self.counts["commits"] += number > self.highest
+        self.newest, self.step, self.begun = number, step, None
+        self.highest = max(self.highest, number)
+        self.reference.check(self.path)
+        self.counts["checks"] += 1
+        self.reference.forget_before(min(commit["step"] for commit in commits))
+        if self.counts["lives"] % self.settings.verify_every == 0:
+            problems = report.verify(self.path)
+            assert problems == [], problems
+            self.counts["verified"] += 1
+
+    def check_flat(self) -> None:
+        """The lives of the last quarter take no more memory than those of the first."""
+        lives = [statistics.median(watch.quiet) for watch in self.watches if watch.quiet]
+        quarter = len(lives) // 4
+        if quarter:
+            check_flat(lives[:quarter], lives[-quarter:])
+
+    # What it tells
+
+    def speak(self) -> None:
+        if time.monotonic() < self._spoken + 30:
+            return
+        self._spoken = time.monotonic()
+        counts = " ".join(f"{name} {count:,}" for name, count in sorted(self.counts.items()))
+        print(f"{self.minutes:.1f} min: step {self.step:,} {counts}", file=sys.stderr, flush=True)
+
+    def summary(self) -> Iterator[tuple[str, str]]:
+        yield "minutes", f"{self.minutes:.1f}"
+        for name, count in sorted(self.counts.items()):
+            yield name, f"{count:,}"
+        yield "last step", f"{self.step:,}"
+        yield "rows followed", f"{len(self.reference.rows):,} of {self.work.rows:,}"
+        apart = (f"{name} {value:.2f}" for name, value in self.reference.differences.items())
+        yield "differences, of those allowed", ", ".join(apart)
+        quiet = [statistics.median(watch.quiet) for watch in self.watches if watch.quiet]
+        yield "anon, cache full, no merge", _first_and_last(quiet)
+        for name in ("anon", "descriptors", "maps", "log", "logs", "disk"):
+            most = [max(s[name] for s in watch.samples) for watch in self.watches if watch.samples]
+            yield f"{name} at most", _first_and_last(most)
+
+
+def _first_and_last(lives: list[float]) -> str:
+    """Medians of the first quarter of lives and of the last one, and the most of all."""
+    if not lives:
+        return "no life was long enough"
+    quarter = max(len(lives) // 4, 1)
+    first, last = statistics.median(lives[:quarter]), statistics.median(lives[-quarter:])
+    return f"first lives {first:,.0f}, last {last:,.0f}, most {max(lives):,.0f}"
+
+
+def peak(group: Path) -> int:
+    names = ("memory.peak", "memory.max_usage_in_bytes")
+    return next((int((group / n).read_text()) for n in names if (group / n).exists()), 0)
+
+
+def ooms(group: Path) -> int:
+    names = ("memory.events", "memory.oom_control")
+    text = next((group / name).read_text() for name in names if (group / name).exists())
+    return int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
+
+
+@contextlib.contextmanager
+def limited(ram: int | None) -> Iterator[Path | None]:
+    """A cgroup of so much memory; where there can be none, only the samples tell.
+
+    At its end it says how much was taken, and nothing was killed for memory.
+    """
+    if ram is None:
+        yield None
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            group = stack.enter_context(memory_limit.limited_group(ram))
+        except OSError as error:
+            print(f"no cgroup can be made ({error}): page cache is not limited")
+            yield None
+            return
+        try:
+            yield group
+        finally:
+            tell("peak of memory and page cache", f"{peak(group):,}")
+            tell("killed for memory", f"{ooms(group):,}")
+        assert ooms(group) == 0
+
+
+def tell(name: str, value: str) -> None:
+    print(f"{name:<32}  {value}", flush=True)
+
+
+def soak(settings: Settings, work: soak_child.Work) -> Soak:
+    """Run one; AssertionError at the first fault. What was counted until then is printed."""
+    with limited(settings.ram) as group, contextlib.closing(crash_child.Nursery(group)) as nursery:
+        run = Soak(settings, work, nursery)
+        try:
+            run.run()
+        finally:
+            for name, value in run.summary():
+                tell(name, value)
+    return run
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--ram", type=memory_limit.parse_bytes, default=2 << 30)
+    parser.add_argument("--rows", type=int, default=4_000_000)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=8192)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=Path("/var/tmp"), help="on a real disk")
+    args = parser.parse_args(argv)
+    if file_system(args.folder) == "tmpfs":
+        parser.error(f"{args.folder} is memory itself, not a disk: choose another --folder")
+    torch.set_num_threads(1)
+    os.environ["TQDM_DISABLE"] = "1"
+    folder = Path(tempfile.mkdtemp(prefix="soak-", dir=args.folder))
+    work = soak_child.Work(
+        str(folder / "table.zarr"),
+        args.rows,
+        args.dim,
+        args.batch,
+        cache_bytes=args.ram // 4,
+        seed=args.seed,
+    )
+    with memory_limit.terminated_as_exit():
+        try:
+            soak(Settings(args.minutes, args.ram), work)
+        except AssertionError as error:
+            print(f"FAULT, the store stays in {folder}: {error}")
+            return 1
+    shutil.rmtree(folder)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
