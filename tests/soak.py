@@ -64,7 +64,7 @@ class Settings:
     verify_every: int = 10
     short: float = 30.0
     long: float = 120.0
-    patience: float = 20.0
+    patience: float = 30.0
 
 
 class Reference:
@@ -95,9 +95,9 @@ class Reference:
         return self._shadows[step]
 
     def forget_before(self, step: int) -> None:
-        """Nobody will ask for what was sooner; only that and the latest need be known."""
+        """Nobody will ask for what was sooner; that itself and the latest are enough to know."""
         self.at(step)
-        self._shadows = {n: self._shadows[n] for n in (step, max(self._shadows)) if n >= step}
+        self._shadows = {number: self._shadows[number] for number in {step, max(self._shadows)}}
 
     def _part(self, played: workload.Round) -> workload.Round:
         """A round, as far as it changes these rows."""
@@ -368,9 +368,9 @@ class Soak:
             self.counts["commits"] += number > self.highest
         self.newest, self.step, self.begun = number, step, None
         self.highest = max(self.highest, number)
+        self.reference.forget_before(min(commit["step"] for commit in commits))
         self.reference.check(self.path)
         self.counts["checks"] += 1
-        self.reference.forget_before(min(commit["step"] for commit in commits))
         if self.counts["lives"] % self.settings.verify_every == 0:
             problems = report.verify(self.path)
             assert problems == [], problems
