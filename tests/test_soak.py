@@ -23,10 +23,10 @@ WIDTH = 3 * 8 + 1
 
 
 @pytest.fixture
-def run(tmp_path: Path, one_thread: None) -> soak.Soak:
+def run(quick: Path, one_thread: None) -> soak.Soak:
     """A table of which a hundredth fits into its cache, and an operation every fourth round."""
     work = soak_child.Work(
-        str(tmp_path / "t.zarr"),
+        str(quick / "t.zarr"),
         rows=20_000,
         dim=8,
         batch=256,
@@ -86,9 +86,9 @@ def test_a_row_that_is_not_what_torch_makes_of_it_is_found(sound: soak.Soak) -> 
 
 
 def test_an_older_commit_in_the_place_of_the_last_one_is_found(
-    sound: soak.Soak, tmp_path: Path
+    sound: soak.Soak, quick: Path
 ) -> None:
-    older = shutil.copytree(sound.path, tmp_path / "older")
+    older = shutil.copytree(sound.path, quick / "older")
     known = sound.newest
     while sound.newest == known:
         sound.live()
