@@ -23,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,13 +35,11 @@ import store_files
 import torch
 import workload
 from numpy.typing import NDArray
+from soak_watch import Watch, check_flat, first_and_last, is_merging, ooms, peak
 
 from ooc_embed import DiskEmbedding, memory_limit, report
 from ooc_embed.disk_facts import file_system
 
-# What a process takes beside the cache and the map of its rows: torch and numba, the buffers of
-# merges and of the log, a batch.
-BESIDE = 700 << 20
 # Of a table that is on the disk and is being trained in float32, against float64 in RAM.
 CLOSE = {"weight": (1e-4, 1e-5), "exp_avg": (1e-4, 1e-6), "exp_avg_sq": (1e-4, 1e-9)}
 # How a life ends, how often. Signals that can be handled close the table.
@@ -142,100 +141,6 @@ class Reference:
         return state
 
 
-class Watch:
-    """What one life takes, each second: memory, descriptors, maps, disk and log."""
-
-    def __init__(self, path: Path, settings: Settings, work: soak_child.Work, pid: int) -> None:
-        self._path = path
-        self._proc = Path(f"/proc/{pid}")
-        self._before = self._process()
-        self.capacity = int(store_files.metadata(path, "log/0/rows")["shape"][0])
-        record = 4 * (3 * work.dim + 1)
-        chunk = store_files.metadata(path, "table")["chunk_grid"]["configuration"]["chunk_shape"]
-        table = -(-work.rows // chunk[0]) * chunk[0] * record
-        # Beside them, the chunks that a merge is writing.
-        self.disk_bound = table + 2 * self.capacity * (record + 8) + (512 << 20)
-        self.bound = work.cache_bytes + 4 * work.rows + BESIDE
-        if settings.ram is not None:
-            self.bound = min(self.bound, settings.ram)
-        self.samples: list[dict[str, int]] = []
-        self._next = 0.0
-
-    def look(self, full: bool) -> None:
-        """Take a sample, if it is time for one.
-
-        Args:
-            full: whether the cache is.
-        """
-        if time.monotonic() < self._next:
-            return
-        self._next = time.monotonic() + 1
-        try:
-            sample = self._process()
-        except (FileNotFoundError, ProcessLookupError):  # it died
-            return
-        logs = [log["records"] for log in store_files.newest_commit(self._path)["logs"]]
-        sample |= {"log": max(logs), "logs": sum(logs), **_folder(self._path)}
-        sample["quiet"] = int(full and len(logs) == 1)
-        self.samples.append(sample)
-        # Each file of the store is mapped, by a reader too; a merge holds on to replaced ones.
-        for name, most in (
-            ("anon", self.bound),
-            ("log", self.capacity),
-            ("disk", self.disk_bound),
-            ("descriptors", self._before["descriptors"] + 40),
-            ("maps", self._before["maps"] + 2 * sample["files"] + 100),
-        ):
-            assert sample[name] <= most, f"{name}: {sample[name]:,}, {most:,} at most expected"
-
-    def _process(self) -> dict[str, int]:
-        status = (self._proc / "status").read_text()
-        if "RssAnon" not in status:
-            raise ProcessLookupError("a zombie")
-        return {
-            "anon": 1024 * int(status.split("RssAnon:")[1].split()[0]),
-            "descriptors": len(os.listdir(self._proc / "fd")),
-            "maps": len((self._proc / "maps").read_bytes().splitlines()),
-        }
-
-    @property
-    def quiet(self) -> list[float]:
-        """Anonymous memory while the cache is full and no log is merged: it should not change."""
-        return [sample["anon"] for sample in self.samples if sample["quiet"]]
-
-    def check_flat(self) -> None:
-        """In a long life it does not."""
-        if len(self.quiet) >= 40:
-            check_flat(self.quiet)
-
-
-def first_and_last(values: list[float]) -> tuple[float, float]:
-    """Medians of the first quarter and of the last one."""
-    quarter = max(len(values) // 4, 1)
-    return statistics.median(values[:quarter]), statistics.median(values[-quarter:])
-
-
-def check_flat(values: list[float]) -> None:
-    first, last = first_and_last(values)
-    # What a table first uses some time after the cache is full takes a few percent.
-    assert last <= 1.1 * first, f"memory grows: {first:,.0f} bytes at first, {last:,.0f} at last"
-
-
-def _folder(path: Path) -> dict[str, int]:
-    """How many files a store has, and their bytes on the disk."""
-    found = {"files": 0, "disk": 0}
-    for file in path.rglob("*"):
-        with contextlib.suppress(FileNotFoundError):  # renamed or deleted meanwhile
-            found["disk"] += file.stat().st_blocks * 512
-            found["files"] += 1
-    return found
-
-
-def _is_merging(path: Path) -> bool:
-    """Whether a chunk file is, or was, being written."""
-    return any((path / "table").glob("c.*.tmp"))
-
-
 class Death:
     """When and how a life ends."""
 
@@ -263,7 +168,7 @@ class Death:
     def _is_moment(self, heard: str) -> bool:
         if self.aim == "operation" and heard == "begin":
             time.sleep(self._rng.random() ** 2)  # into it; most take less than a second
-        return {"operation": heard == "begin", "merge": _is_merging(self._path)}.get(self.aim, True)
+        return {"operation": heard == "begin", "merge": is_merging(self._path)}.get(self.aim, True)
 
 
 class Soak:
@@ -307,13 +212,16 @@ class Soak:
         seconds = min(seconds, 60 * (self.settings.minutes - self.minutes))
         death = Death(self.rng, self.path, seconds, self.settings.patience)
         pid = self.nursery.start("soak", life=self.counts["lives"], **dataclasses.asdict(self.work))
-        watch, merges, full = None, 0, False
+        watch, merges, full, heard = None, 0, False, time.monotonic()
         while True:
             event = self.nursery.next_event(0.02) or [""]
+            if event[0]:
+                heard = time.monotonic()
+            assert time.monotonic() < heard + 600, "nothing has happened for ten minutes"
             if event[0] == "died":
                 break
             if event[0] == "opened" and not death.came:
-                watch = Watch(self.path, self.settings, self.work, pid)
+                watch = Watch(self.path, self.work, self.settings.ram, pid)
             elif event[0] == "step":
                 self.counts["steps"] += 1
                 # Counted since the table was opened, which it may be again.
@@ -356,7 +264,7 @@ class Soak:
             logs = store_files.newest_commit(self.path)["logs"]
             self.counts["killed with a sealed log"] += len(logs) == 2
             self.counts["killed within an operation"] += self.begun is not None
-            self.counts["killed within a merge"] += _is_merging(self.path)
+            self.counts["killed within a merge"] += is_merging(self.path)
 
     # What it left
 
@@ -419,20 +327,6 @@ def _describe(lives: list[float]) -> str:
         return "no life was long enough"
     first, last = first_and_last(lives)
     return f"first lives {first:,.0f}, last {last:,.0f}, most {max(lives):,.0f}"
-
-
-def peak(group: Path) -> int:
-    return int(_either(group, "memory.peak", "memory.max_usage_in_bytes"))
-
-
-def ooms(group: Path) -> int:
-    text = _either(group, "memory.events", "memory.oom_control")
-    return int(dict(line.split() for line in text.splitlines()).get("oom_kill", 0))
-
-
-def _either(group: Path, *names: str) -> str:
-    """What cgroups of version 2 or 1 say."""
-    return next((group / name).read_text() for name in names if (group / name).exists())
 
 
 @contextlib.contextmanager
@@ -498,14 +392,18 @@ def main(argv: list[str] | None = None) -> int:
         cache_bytes=args.ram // 4,
         seed=args.seed,
     )
+    sound = True
     with memory_limit.terminated_as_exit():
         try:
             soak(Settings(args.minutes, args.ram), work)
-        except AssertionError as error:
+        except Exception as error:
+            sound = False
+            traceback.print_exc()
             print(f"FAULT, the store stays in {folder}: {error}")
-            return 1
-    shutil.rmtree(folder)
-    return 0
+        finally:
+            if sound:
+                shutil.rmtree(folder)
+    return 0 if sound else 1
 
 
 if __name__ == "__main__":

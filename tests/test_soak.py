@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import soak
 import soak_child
+import soak_watch
 import store_files
 
 from ooc_embed import DiskEmbedding, memory_limit
@@ -108,14 +109,14 @@ def test_a_file_that_nothing_names_is_found(sound: soak.Soak) -> None:
 def test_more_memory_than_the_cache_and_the_map_is_found(
     sound: soak.Soak, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(soak, "BESIDE", 1 << 20)
+    monkeypatch.setattr(soak_watch, "BESIDE", 1 << 20)
     with pytest.raises(AssertionError, match="anon: "):
         sound.live()
 
 
-def watched(run: soak.Soak, anon: list[int]) -> soak.Watch:
+def watched(run: soak.Soak, anon: list[int]) -> soak_watch.Watch:
     """A life with these samples."""
-    watch = soak.Watch(run.path, run.settings, run.work, os.getpid())
+    watch = soak_watch.Watch(run.path, run.work, None, os.getpid())
     watch.samples = [{"anon": value, "quiet": 1} for value in anon]
     return watch
 
