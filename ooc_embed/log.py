@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import durable
+from . import durable, parsing
 from .behind import Behind
 from .errors import CorruptStoreError, StoreError
 from .mapped import MappedRows
@@ -297,8 +297,8 @@ class RecordLog:
             keep = self._files(self.committed.records, size)
             folder = self.folder / name
             durable.remove_temporaries(folder)
-            for path in folder.glob("c.*"):
-                if int(path.name.split(".")[1]) >= keep:
+            for path in folder.iterdir():
+                if parsing.chunk_index(path.name, 1 if name == "rows" else 2) >= keep:
                     durable.remove(path)
 
     def restart(self, generation: int) -> None:

@@ -41,12 +41,19 @@ def run_limited(
     Raises:
         OSError: where this process may not make a cgroup with a memory limit.
     """
-    with _limited_group(limit_bytes) as group:
-        # The shell joins the group and becomes the command, which so never runs outside of it.
-        enter = 'echo $$ > "$0" && exec "$@"'
-        procs = str(group / "cgroup.procs")
-        entered = ["sh", "-c", enter, procs, *command]
-        return subprocess.run(entered, check=False, stderr=stderr).returncode
+    with limited_group(limit_bytes) as group:
+        return subprocess.run(inside(group, command), check=False, stderr=stderr).returncode
+
+
+def inside(group: Path, command: Sequence[str]) -> list[str]:
+    """A command that runs ``command`` in a cgroup, and never outside of it.
+
+    Args:
+        group: of `limited_group`.
+        command: the program and its arguments.
+    """
+    # The shell joins the group and becomes the command.
+    return ["sh", "-c", 'echo $$ > "$0" && exec "$@"', str(group / "cgroup.procs"), *command]
 
 
 def by_hand(command: Sequence[str], limit_bytes: int) -> str:
@@ -57,9 +64,18 @@ def by_hand(command: Sequence[str], limit_bytes: int) -> str:
 
 
 @contextmanager
-def _limited_group(limit_bytes: int) -> Iterator[Path]:
-    """A new cgroup directly under the root of the hierarchy, since version 2 allows a group to have
-    either processes or limited children, and our own has a process."""
+def limited_group(limit_bytes: int) -> Iterator[Path]:
+    """The folder of a new cgroup, whose processes must have ended when the block does.
+
+    It is directly under the root of the hierarchy, since version 2 allows a group to have either
+    processes or limited children, and our own has a process.
+
+    Args:
+        limit_bytes: of memory, page cache included.
+
+    Raises:
+        OSError: where this process may not make a cgroup with a memory limit.
+    """
     if (_MOUNT / "memory").is_dir():
         root, limits = _MOUNT / "memory", ("memory.limit_in_bytes", "memory.memsw.limit_in_bytes")
         values = (str(limit_bytes), str(limit_bytes))

@@ -1,7 +1,8 @@
-"""Checks values that were read from JSON. Knows types and bounds; knows no meaning."""
+"""Checks values read from JSON, and names of chunk files. Knows types and bounds; no meaning."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -28,3 +29,9 @@ def text(value: Any) -> str:
 
 def optional(parse: Callable[[Any], _Value], value: Any) -> _Value | None:
     return None if value is None else parse(value)
+
+
+def chunk_index(name: str, dimensions: int) -> int:
+    """Which chunk along the first dimension a file has by its name; -1 if it is no chunk file."""
+    found = re.fullmatch(r"c\.(0|[1-9]\d*)" + r"\.0" * (dimensions - 1), name)
+    return int(found[1]) if found else -1

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from . import claim, durable
+from . import claim, durable, parsing
 from .arrays import array_facts, lengthen, make_arrays, read_metadata
 from .disk_facts import free_bytes, warn_of_network
 from .errors import CorruptStoreError, FormatError
@@ -315,8 +315,8 @@ class Store:
 
 def chunk_files(path: Path) -> list[int]:
     """Which chunk files of the table exist."""
-    names = (entry.name.split(".") for entry in os.scandir(path / "table"))
-    return sorted(int(n[1]) for n in names if len(n) == 3 and n[0] == "c" and n[2] == "0")
+    indices = (parsing.chunk_index(entry.name, 2) for entry in os.scandir(path / "table"))
+    return sorted(index for index in indices if index >= 0)
 
 
 def holder(path: Path) -> str | None:

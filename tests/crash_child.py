@@ -24,19 +24,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ooc_embed import memory_limit
+
 HERE = Path(__file__).resolve().parent
 
 
 class Nursery:
-    """Starts children one at a time, lets them train and kills them at a random moment."""
+    """Starts children one at a time, lets them train and kills them at a random moment.
 
-    def __init__(self) -> None:
+    With `group`, the folder of a cgroup, they all run in it.
+    """
+
+    def __init__(self, group: Path | None = None) -> None:
         environment = dict(os.environ)
         paths = (str(HERE.parent), str(HERE), environment.get("PYTHONPATH", ""))
         environment["PYTHONPATH"] = os.pathsep.join(paths)
         environment["OMP_NUM_THREADS"] = "1"
+        command = [sys.executable, "-W", "error", __file__]
         self._server = subprocess.Popen(
-            [sys.executable, "-W", "error", __file__],
+            command if group is None else memory_limit.inside(group, command),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -46,7 +52,11 @@ class Nursery:
         self._child = 0
 
     def close(self) -> None:
+        """End it, and a child that is left."""
         assert self._server.stdin is not None and self._server.stdout is not None
+        if self._child:
+            with contextlib.suppress(ProcessLookupError):  # it said why, and died
+                os.kill(self._child, signal.SIGKILL)
         self._server.stdin.close()
         self._server.wait()
         self._server.stdout.close()
@@ -55,7 +65,8 @@ class Nursery:
         """The pid of a new child that runs one of TASKS."""
         if self._child:
             # A test that failed left it; whatever it still says is not for the next one.
-            os.kill(self._child, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._child, signal.SIGKILL)
             self.rest()
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps([task, arguments]).encode() + b"\n")
@@ -335,6 +346,12 @@ def use_in_a_fork(path: str, mode: str) -> None:
     emb.close()
 
 
+def soak(**arguments: Any) -> None:
+    import soak_child
+
+    soak_child.live(**arguments)
+
+
 TASKS = {
     "train": train_until_killed,
     "create": create_and_say_so,
@@ -342,6 +359,7 @@ TASKS = {
     "leave": train_and_leave,
     "hold": hold,
     "use in a fork": use_in_a_fork,
+    "soak": soak,
 }
 
 

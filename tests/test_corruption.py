@@ -284,6 +284,21 @@ def test_temporary_files_of_a_killed_writer_are_left_by_readers_and_removed_by_a
     assert set(store_files.contents(store)) == known
 
 
+def test_files_whose_names_only_resemble_chunk_files_are_left_alone(store: Path) -> None:
+    strangers = [
+        store / folder / name
+        for folder in ("table", "log/0/rows", "log/1/records")
+        for name in ("c.old", "c.old.0", "c.9.0.bak", "c.09.0", "c.9.0.0")
+    ]
+    for path in strangers:
+        path.write_bytes(b"somebody's")
+    with DiskEmbedding.open(store) as emb:
+        emb(torch.tensor([1])).sum().backward()
+        emb.flush()
+    assert report.verify(store) == []
+    assert all(path.read_bytes() == b"somebody's" for path in strangers)
+
+
 # The manifest
 
 
