@@ -149,7 +149,10 @@ def remove_empty(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and all below it; links are not followed."""
+    """Remove a folder and all below it; links are not followed, though it is one itself."""
+    if path.is_symlink():
+        remove(path)
+        return
     for folder, folders, files in os.walk(path, topdown=False):
         for name in [*files, *folders]:
             place = Path(folder, name)

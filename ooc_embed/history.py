@@ -19,6 +19,7 @@ from .log import LogState
 # A former one too: the newest may have been handed out for a file that was never finished.
 _CHECKPOINTS = 2
 _MOST_BRANCHES = 256
+_YEAR_10000 = 253402300800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ class Commit(Facts):
                 LogState(**{name: parsing.integer(number) for name, number in log.items()})
                 for log in value["logs"]
             ),
-            created=parsing.number(value["created"]),
+            created=parsing.number(value["created"], 0.0, _YEAR_10000),
             library=parsing.text(value["library"]),
         )
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from . import durable
 from .errors import LockedError
+from .parsing import integer, json_object, text
 
 
 class DirectoryLock:
@@ -74,8 +75,8 @@ def lock_holder(path: Path, holder: Path) -> str | None:
 
 def _holder_text(holder: Path) -> str:
     try:
-        facts = json.loads(holder.read_text())
-        pid, host = int(facts["pid"]), str(facts["host"])
+        facts = json_object(holder.read_bytes())
+        pid, host = integer(facts["pid"]), text(facts["host"])
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
     if pid == os.getpid() and host == socket.gethostname():

@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 _Value = TypeVar("_Value")
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """The object that a JSON text holds.
+
+    Raises:
+        ValueError: it is damaged, or holds something else.
+    """
+    try:
+        value = json.loads(data)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it holds {value!r:.80} where an object was expected")
+    return value
 
 
 def integer(value: Any, low: int = 0) -> int:
@@ -14,9 +30,9 @@ def integer(value: Any, low: int = 0) -> int:
     return value
 
 
-def number(value: Any) -> float:
-    if type(value) not in (int, float):
-        raise ValueError(f"{value!r} is no number")
+def number(value: Any, low: float, high: float) -> float:
+    if type(value) not in (int, float) or not low <= value < high:
+        raise ValueError(f"{value!r} is no number from {low} to {high}")
     return float(value)
 
 

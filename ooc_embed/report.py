@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .arrays import damage_for_others
 from .durable import writes_directly
 from .errors import CorruptStoreError, StoreError
 from .log import SKIPPED, RecordLog
@@ -84,7 +85,7 @@ def verify(path: str | Path) -> list[str]:
 
 def _verify(store: Store) -> list[str]:
     manifest, layout = store.manifest, store.layout
-    problems = []
+    problems = damage_for_others(store.path, manifest)
     sealed = None
     with ExitStack() as logs:
         for state in manifest.commit.logs:
