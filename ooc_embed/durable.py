@@ -128,6 +128,12 @@ def write_hint(path: Path, text: str) -> None:
         path.write_text(text)
 
 
+def remove_hint(path: Path) -> None:
+    """Unlink what `write_hint` wrote; whatever else may be there stays."""
+    with suppress(OSError):
+        remove(path)
+
+
 def make_directory(path: Path) -> None:
     """Create a folder, and its parents, durably; an existing one is kept."""
     if path.is_dir():

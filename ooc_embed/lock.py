@@ -26,6 +26,7 @@ class DirectoryLock:
     """
 
     _fd = -1
+    _named = False
 
     def __init__(self, path: Path, holder: Path) -> None:
         self._holder = holder
@@ -39,13 +40,15 @@ class DirectoryLock:
 
     def name_holder(self) -> None:
         """Write who holds the lock."""
+        self._named = True
         facts = {"pid": os.getpid(), "host": socket.gethostname()}
         durable.write_hint(self._holder, json.dumps(facts))
 
     def release(self) -> None:
         if self._fd >= 0:
             try:
-                durable.remove(self._holder)
+                if self._named:  # a store that could not be opened stays as it is
+                    durable.remove_hint(self._holder)
             finally:
                 self.close()
 

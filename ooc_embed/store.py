@@ -328,7 +328,9 @@ def _rows_per_file(folder: Path) -> int:
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise FormatError(f"{folder / 'zarr.json'} is damaged: {error!r}") from error
     if rows < 1 or rows % ALIGNMENT:
-        raise FormatError(f"{folder} has chunks of {rows} rows, no multiple of {ALIGNMENT}")
+        raise FormatError(
+            f"{folder / 'zarr.json'} has chunks of {rows} rows, no multiple of {ALIGNMENT}"
+        )
     return rows
 
 
