@@ -3,7 +3,6 @@ the table opens. Which files there are is read off the disk, so that none is for
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import random
@@ -15,15 +14,12 @@ from typing import Any
 import pytest
 import small_store
 import store_files
-import system_calls
-from test_merging import wait_for_merge
 
 from ooc_embed import DiskEmbedding, StoreError, report
-from ooc_embed.storage import Storage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-HOLDER = "table/writer.json"
+HOLDER = small_store.HOLDER
 # What other zarr readers and this package need of the metadata of an array or a group.
 NEEDED = (
     "zarr_format",
@@ -37,38 +33,13 @@ NEEDED = (
 )
 
 
-def _in_a_merge(path: Path, seed: int) -> Path:
-    """A store with three kept commits, chunks that a merge has replaced and one that it has not, a
-    sealed log of several files, and an active one; as a killed writer leaves it."""
-    with small_store.make(path, seed=seed) as emb, pytest.MonkeyPatch.context() as patch:
-        small_store.some_steps(emb, seed, 9)
-        emb.flush()
-        emb.keep_commits = 3
-        patch.setattr(Storage, "begin_merge", lambda _: None)
-        while len(store_files.newest_commit(path)["logs"]) == 1:
-            small_store.some_steps(emb, seed + emb.step, 1)
-            emb.commit()
-        for more in range(4):
-            small_store.some_steps(emb, seed + more, 2)
-            emb.commit()
-
-    def fail_late(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == "rename" and "c.3.0" in str(arguments[1]):
-            raise OSError(errno.EIO, "failing on purpose")
-
-    with system_calls.watched(path, fail_late):
-        emb = DiskEmbedding.open(path)
-        wait_for_merge(emb)
-        with pytest.warns(UserWarning, match="a merge failed"):
-            emb.close()
-    (path / HOLDER).write_text('{"pid": 1, "host": "elsewhere"}')
-    return path
-
-
 @pytest.fixture(scope="module")
 def templates(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
     with store_files.quick_folder(tmp_path_factory.mktemp("stores")) as folder:
-        yield _in_a_merge(folder / "t.zarr", 5), _in_a_merge(folder / "twin.zarr", 6)
+        yield (
+            small_store.in_a_merge(folder / "t.zarr", 5),
+            small_store.in_a_merge(folder / "twin.zarr", 6),
+        )
 
 
 @pytest.fixture
@@ -334,7 +305,7 @@ def test_a_flipped_bit_of_the_metadata_is_named_unless_nobody_reads_it(store: Pa
         data, name = file.read_bytes(), name_of(store, file)
         wanted = needed(data, name)
         assert wanted is not None
-        places = range(len(data)) if len(data) < 100 else draw.sample(range(len(data)), 80)
+        places = range(len(data)) if len(data) < 100 else draw.sample(range(len(data)), 25)
         for place in places:
             changed = flipped(data, place, draw.randrange(8))
             found = needed(changed, name)
