@@ -129,7 +129,7 @@ class Manifest:
                 fields={text(name): integer(width, 1) for name, width in value["fields"]},
                 rule=dict(value["rule"]),
                 init=dict(value["init"]),
-                seed=integer(value["seed"], -(2**63)),
+                seed=integer(value["seed"], -(2**63), 2**63),
                 module=LayerArguments.from_json(value["module"]),
                 history=History.from_json(value),
                 checksums=_checksums_from_json(value["chunk_crc32"]),

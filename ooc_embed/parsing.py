@@ -24,21 +24,22 @@ def json_object(data: bytes) -> dict[str, Any]:
     return value
 
 
-def integer(value: Any, low: int = 0) -> int:
-    if type(value) is not int or not low <= value < 2**63:
-        raise ValueError(f"{value!r} is no integer from {low} on")
+def integer(value: Any, low: int = 0, end: int = 1 << 62) -> int:
+    """An integer that 64 bits hold; by default one that can be counted on from, too."""
+    if type(value) is not int or not low <= value < end:
+        raise ValueError(f"{value!r:.80} is no integer from {low} on, below {end}")
     return value
 
 
 def number(value: Any, low: float, high: float) -> float:
     if type(value) not in (int, float) or not low <= value < high:
-        raise ValueError(f"{value!r} is no number from {low} to {high}")
+        raise ValueError(f"{value!r:.80} is no number from {low} to {high}")
     return float(value)
 
 
 def text(value: Any) -> str:
     if not isinstance(value, str):
-        raise ValueError(f"{value!r} is no text")
+        raise ValueError(f"{value!r:.80} is no text")
     return value
 
 
