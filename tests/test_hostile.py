@@ -172,12 +172,8 @@ def _claim(path: Path, rows: int, dim: int, chunk_rows: int, row_ids: int) -> No
 
     def change(manifest: dict[str, Any]) -> None:
         manifest["num_embeddings"], manifest["embedding_dim"] = rows, dim
-        manifest["fields"] = [
-            ["weight", dim],
-            ["exp_avg", dim],
-            ["exp_avg_sq", dim],
-            ["version", 1],
-        ]
+        for field in manifest["fields"][:-1]:
+            field[1] = dim
         manifest["commits"][-1]["num_embeddings"] = rows
         manifest["commits"][-1]["logs"] = [{"generation": 0}]
         manifest["chunk_crc32"] = {}
@@ -198,7 +194,7 @@ CLAIMS = {
     "rows a chunk": (5000, 4, 2**40, 2**14),
     "bytes of a chunk that 64 bits do not hold": (5000, 4, 2**60, 2**14),
     "row ids a file": (5000, 4, 1024, 2**42),
-    "row ids of a file that 64 bits do not hold": (5000, 4, 1024, 2**62),
+    "row ids of a file that 64 bits do not hold": (5000, 4, 1024, 2**61),
 }
 CHILD = """
 import json, resource, sys, torch
@@ -278,6 +274,71 @@ def test_a_table_that_no_process_can_map_is_refused_before_anything_is_made(
     with pytest.raises(ValueError, match=f"{shape[0]:,} rows of .* are possible"):
         DiskEmbedding(*shape, path=quick / "t.zarr")
     assert list(quick.iterdir()) == []
+
+
+# Checkpoints
+
+
+def _word(text: str) -> torch.Tensor:
+    return torch.tensor(list(text.encode("utf-8", "surrogatepass")), dtype=torch.uint8)
+
+
+def _words() -> st.SearchStrategy[Any]:
+    """What a checkpoint may hold where the word for a table is."""
+    texts = st.sampled_from([text for text in TEXTS if len(text) < 10_000])
+    keys = st.sampled_from(["table_id", "commit", "branch", "step"])
+    of_one = st.tuples(keys, texts).map(lambda pair: ("one", *pair))
+    return st.one_of(
+        of_one,
+        st.sampled_from(TEXTS).map(_word),
+        json_values,
+        json_values.map(json.dumps).map(_word),
+        st.binary().map(lambda data: torch.tensor(list(data), dtype=torch.uint8)),
+        st.sampled_from(
+            [
+                torch.tensor(2**40),
+                torch.tensor(10),
+                torch.tensor([[1, 2]], dtype=torch.uint8),
+                torch.tensor([300, -1]),
+                torch.tensor([0.5]),
+                torch.empty(0),
+                torch.zeros(1_000_000, dtype=torch.uint8),
+                np.array(["x"]),
+                b"{}",
+                object(),
+            ]
+        ),
+    )
+
+
+@pytest.fixture(scope="module")
+def table(template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[DiskEmbedding]:
+    path = store_files.copied(template, tmp_path_factory.mktemp("table") / "t.zarr")
+    with DiskEmbedding.open(path) as emb:
+        emb.state_dict()
+        yield emb
+
+
+@given(given_word=_words())
+@settings(deadline=None)
+def test_any_word_of_a_checkpoint_is_refused_by_its_key_and_changes_nothing(
+    table: DiskEmbedding, given_word: Any
+) -> None:
+    own = table.state_dict()["_extra_state"]
+    if isinstance(given_word, tuple) and len(given_word) == 3:
+        _, key, text = given_word
+        words = json.loads(bytes(own.tolist()))
+        words[key] = "@"
+        given_word = _word(json.dumps(words).replace('"@"', text))
+    step = table.step
+    with store_files.untouched(table.path):
+        with pytest.raises(RuntimeError, match="_extra_state: the checkpoint "):
+            table.load_state_dict({"_extra_state": given_word})
+        for call in (table.set_extra_state, table.commit_of):
+            with pytest.raises(StoreError, match="checkpoint |is not kept"):
+                call(given_word)
+    assert table.step == step
+    table.load_state_dict({"_extra_state": own})
 
 
 # Nothing is unpickled
@@ -383,5 +444,5 @@ def test_a_source_of_pickles_is_refused_by_name_and_not_read(
 ) -> None:
     source = make(quick, Evil(quick / "proof"))
     with pytest.raises(ValueError, match=source.name):
-        DiskEmbedding.from_file(source, path=quick / "t.zarr")
+        DiskEmbedding.from_pretrained(source, path=quick / "t.zarr")
     assert {entry.name for entry in quick.iterdir()} == {source.name}
