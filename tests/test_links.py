@@ -99,6 +99,15 @@ def test_overwriting_removes_links_and_leaves_what_they_lead_to(store: Path, out
         shutil.rmtree(moved) if moved.is_dir() else moved.unlink()
 
 
+def test_overwriting_makes_nothing_where_a_dangling_link_leads(store: Path, outside: Path) -> None:
+    shutil.rmtree(store / "log")
+    (store / "log").symlink_to(outside / "nowhere")
+    with store_files.untouched(outside):
+        small_store.make(store, overwrite=True).close()
+    assert not (store / "log").is_symlink()
+    assert report.verify(store) == []
+
+
 def test_a_creation_that_fails_leaves_what_links_lead_to(
     store: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
