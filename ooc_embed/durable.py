@@ -129,8 +129,8 @@ def write_hint(path: Path, text: str) -> None:
 
 
 def remove_hint(path: Path) -> None:
-    """Unlink what `write_hint` wrote; whatever else may be there stays."""
-    with suppress(OSError):
+    """Unlink what `write_hint` wrote; a folder that is there stays."""
+    with suppress(IsADirectoryError):
         remove(path)
 
 
