@@ -10,6 +10,7 @@ import torch
 from .errors import StoreError
 from .history import History
 from .optimizer import TableOptimizer
+from .parsing import integer, json_object, optional, text
 from .table import Table
 from .warning import warn
 
@@ -89,13 +90,13 @@ def _read(table: Table, state: Any) -> tuple[int, str | None, int]:
         StoreError: it was another table, or no table.
     """
     try:
-        words = json.loads(bytes(state.tolist()))
-        table_id, branch = words["table_id"], words.get("branch")
-        number, step = int(words["commit"]), int(words["step"])
+        words = json_object(bytes(_byte_list(state)))
+        table_id, branch = text(words["table_id"]), optional(text, words.get("branch"))
+        number, step = integer(words["commit"]), integer(words["step"])
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise StoreError(
-            f"the checkpoint holds {state!r} where state_dict() of a table on disk would have put "
-            f"its identity: load without this key and with strict=False"
+            f"the checkpoint holds {state!r:.200} where state_dict() of a table on disk would have "
+            f"put its identity: load without this key and with strict=False"
         ) from error
     if table_id != table.manifest.table_id:
         raise StoreError(
@@ -103,6 +104,13 @@ def _read(table: Table, state: Any) -> tuple[int, str | None, int]:
             f"{table.manifest.table_id}"
         )
     return number, branch, step
+
+
+def _byte_list(state: Any) -> list[int]:
+    values = state.tolist()
+    if not isinstance(values, list):  # bytes(n) would be n zeros
+        raise TypeError("one number is no text")
+    return values
 
 
 def close_dropped(table: Table, optimizer: TableOptimizer) -> None:

@@ -5,17 +5,20 @@ Knows the names of a store's files; does not know what is in them, but for the m
 
 from __future__ import annotations
 
-import json
+import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from . import durable
+from .errors import FormatError
 from .lock import DirectoryLock
 from .manifest import ATTRIBUTE
+from .parsing import json_object
 
 _FOLDERS = ("table", "column", "log")
+_INNER = ("column/c", *(f"log/{n}{name}" for n in "01" for name in ("", "/rows", "/records")))
 # All files that a creation, finished or not, puts into its folder.
 _OURS = re.compile(
     r"(table|column|log|log/[01]|log/[01]/(rows|records))"
@@ -80,6 +83,34 @@ def claimed(path: Path, *, overwrite: bool) -> Iterator[DirectoryLock]:
         raise
 
 
+def check_kinds(path: Path, *, links: bool) -> None:
+    """See that a store is made of files and folders.
+
+    Args:
+        path: of the store, which may be a link itself.
+        links: whether symbolic links may be among them: a writer would delete, and append to, what
+            is outside of the store.
+
+    Raises:
+        FormatError: it is made of something else.
+    """
+    for folder in ("", *_FOLDERS, *_INNER):
+        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(path / folder) as entries:
+            for entry in entries:
+                if folder or entry.name in ("zarr.json", *_FOLDERS):
+                    _check_kind(entry, links=links)
+
+
+def _check_kind(entry: os.DirEntry[str], *, links: bool) -> None:
+    if not links and entry.is_symlink():
+        raise FormatError(
+            f"{entry.path} is a symbolic link, and a writer may not change what it leads to: put "
+            f"the file itself there (cp -rL copies a whole store so), or open with mode='r'"
+        )
+    if not (entry.is_file() or entry.is_dir()) and os.path.exists(entry):
+        raise FormatError(f"{entry.path} is neither a file nor a folder")
+
+
 def holder_file(path: Path) -> Path:
     """Where a store's writer says who it is."""
     return path / "table" / "writer.json"
@@ -93,12 +124,13 @@ def _what_is_there(path: Path) -> str:
         return "foreign"
     if (path / "zarr.json").exists():
         try:
-            attributes = json.loads((path / "zarr.json").read_bytes())["attributes"]
-            return "store" if ATTRIBUTE in attributes else "foreign"
+            attributes = json_object((path / "zarr.json").read_bytes())["attributes"]
+            return "store" if ATTRIBUTE in dict(attributes) else "foreign"
         except (OSError, ValueError, KeyError, TypeError):
             return "foreign"
-    files = (str(file.relative_to(path)) for file in path.rglob("*") if not file.is_dir())
-    return "unfinished" if all(map(_OURS.fullmatch, files)) else "foreign"
+    files = (file for file in path.rglob("*") if file.is_symlink() or not file.is_dir())
+    names = (str(file.relative_to(path)) for file in files)
+    return "unfinished" if all(map(_OURS.fullmatch, names)) else "foreign"
 
 
 def _clear(path: Path) -> None:
@@ -107,5 +139,5 @@ def _clear(path: Path) -> None:
         durable.remove(path / "zarr.json")
         durable.sync_directory(path)
     for name in _FOLDERS:
-        if (path / name).exists():
+        if os.path.lexists(path / name):
             durable.remove_tree(path / name)

@@ -125,6 +125,12 @@ def write_hint(path: Path, text: str) -> None:
         _write_all(fd, memoryview(text.encode()), 0)
 
 
+def remove_hint(path: Path) -> None:
+    """Unlink what `write_hint` wrote; a folder that is there stays."""
+    with suppress(IsADirectoryError):
+        remove(path)
+
+
 def make_directory(path: Path) -> None:
     """Create a folder, and its parents, durably; an existing one is kept."""
     if path.is_dir():
@@ -146,7 +152,10 @@ def remove_empty(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove a folder and all below it; links are not followed."""
+    """Remove a folder and all below it; links are not followed, though it is one itself."""
+    if path.is_symlink():
+        remove(path)
+        return
     for folder, folders, files in os.walk(path, topdown=False):
         for name in [*files, *folders]:
             place = Path(folder, name)

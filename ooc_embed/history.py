@@ -19,6 +19,7 @@ from .log import LogState
 # A former one too: the newest may have been handed out for a file that was never finished.
 _CHECKPOINTS = 2
 _MOST_BRANCHES = 256
+_YEAR_10000 = 253402300800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ class Commit(Facts):
                 LogState(**{name: parsing.integer(number) for name, number in log.items()})
                 for log in value["logs"]
             ),
-            created=parsing.number(value["created"]),
+            created=parsing.number(value["created"], 0.0, _YEAR_10000),
             library=parsing.text(value["library"]),
         )
 
@@ -309,6 +310,9 @@ class History:
         numbers = [commit.number for commit in self.commits]
         if not numbers or numbers != sorted(set(numbers)):
             raise ValueError(f"commits {numbers} are not in order")
+        rows = [commit.num_embeddings for commit in self.commits]
+        if rows != sorted(rows):
+            raise ValueError(f"commits of {rows} rows: a table never shrinks")
         if not set(self.checkpoints) <= set(numbers):
             raise ValueError(f"checkpoints {self.checkpoints} are not all of {numbers}")
         firsts = [first for first, _ in self.branches]
@@ -321,16 +325,16 @@ class History:
         generations = [log.generation for log in newest]
         if generations not in ([generations[0]], [generations[0], generations[0] + 1]):
             raise ValueError(f"log generations {generations} are not one or two in a row")
-        for commit in self.commits:
-            _check_logs(commit, newest)
+        for commit, later in zip(self.commits, (*self.commits[1:], self.newest), strict=True):
+            _check_logs(commit, later.logs)
 
 
-def _check_logs(commit: Commit, newest: tuple[LogState, ...]) -> None:
-    """Raise a ValueError where a commit is no prefix of the newest one's logs."""
-    if not 1 <= len(commit.logs) <= len(newest):
+def _check_logs(commit: Commit, later: tuple[LogState, ...]) -> None:
+    """Raise a ValueError where a commit is no prefix of a later one's logs."""
+    if not 1 <= len(commit.logs) <= len(later):
         raise ValueError(f"commit {commit.number} is in {len(commit.logs)} logs")
-    for own, whole in zip(commit.logs, newest, strict=False):
+    for own, whole in zip(commit.logs, later, strict=False):
         if own.generation != whole.generation or own.records > whole.records:
-            raise ValueError(f"commit {commit.number} is in other logs than the newest")
-    if commit.sealed not in (None, newest[0]):
+            raise ValueError(f"commit {commit.number} is in other logs than a later one")
+    if commit.sealed not in (None, later[0]):
         raise ValueError(f"commit {commit.number} lacks a part of the log before its last")

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from . import durable
 from .errors import LockedError
+from .parsing import integer, json_object, text
 
 
 class DirectoryLock:
@@ -25,6 +26,7 @@ class DirectoryLock:
     """
 
     _fd = -1
+    _named = False
 
     def __init__(self, path: Path, holder: Path) -> None:
         self._holder = holder
@@ -38,13 +40,15 @@ class DirectoryLock:
 
     def name_holder(self) -> None:
         """Write who holds the lock."""
+        self._named = True
         facts = {"pid": os.getpid(), "host": socket.gethostname()}
         durable.write_hint(self._holder, json.dumps(facts))
 
     def release(self) -> None:
         if self._fd >= 0:
             try:
-                durable.remove(self._holder)
+                if self._named:  # a store that could not be opened stays as it is
+                    durable.remove_hint(self._holder)
             finally:
                 self.close()
 
@@ -74,8 +78,8 @@ def lock_holder(path: Path, holder: Path) -> str | None:
 
 def _holder_text(holder: Path) -> str:
     try:
-        facts = json.loads(holder.read_text())
-        pid, host = int(facts["pid"]), str(facts["host"])
+        facts = json_object(holder.read_bytes())
+        pid, host = integer(facts["pid"]), text(facts["host"])
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"
     if pid == os.getpid() and host == socket.gethostname():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,10 +21,23 @@ FORMAT = 1
 # Of the group, under which it is.
 ATTRIBUTE = "ooc_embed"
 VERSION_FIELD = "version"
+_CHECKSUM = "crc32"
+_OF_WRONG_VALUES = (
+    KeyError,
+    TypeError,
+    ValueError,
+    AttributeError,
+    IndexError,
+    OverflowError,
+    RecursionError,
+)
 _CHUNK_BYTES = 32 << 20
 _MOST_CHUNKS = 4096
 _LOG_ROWS_PER_FILE = 1 << 20
 _SMALLEST_LOG = 8 * ALIGNMENT
+# Addresses that a process has, on most machines; and far more files than one can have open.
+_MOST_BYTES = 1 << 47
+_MOST_FILES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -71,7 +86,7 @@ class Manifest:
         return np.dtype(self.dtype).newbyteorder("<")
 
     def to_json(self) -> dict[str, Any]:
-        return {
+        value = {
             "format": FORMAT,
             "table_id": self.table_id,
             "num_embeddings": self.num_embeddings,
@@ -87,18 +102,25 @@ class Manifest:
             "merged_crc32": _checksums_to_json(self.merged),
             **self.history.to_json(),
         }
+        return {**value, _CHECKSUM: _crc32(value)}
 
     @classmethod
     def from_json(cls, value: Any) -> Manifest:
-        """Parse a manifest.
+        """Parse a manifest; older versions wrote none of its own checksum.
 
         Raises:
-            FormatError: another format, or a field is missing or of another type.
+            FormatError: another format, a field is missing or of another type, or the manifest is
+                not what was written.
         """
         if not isinstance(value, dict) or value.get("format") != FORMAT:
             found = value.get("format") if isinstance(value, dict) else value
             raise FormatError(f"format {found!r} is not format {FORMAT}, which this version reads")
         try:
+            if _CHECKSUM in value and (found := _crc32(value)) != value[_CHECKSUM]:
+                raise ValueError(
+                    f"its checksum is {found}, {value[_CHECKSUM]!r} was written: it was changed by "
+                    f"hand, or bits flipped"
+                )
             manifest = cls(
                 table_id=text(value["table_id"]),
                 embedding_dim=integer(value["embedding_dim"], 1),
@@ -107,7 +129,7 @@ class Manifest:
                 fields={text(name): integer(width, 1) for name, width in value["fields"]},
                 rule=dict(value["rule"]),
                 init=dict(value["init"]),
-                seed=integer(value["seed"], -(2**63)),
+                seed=integer(value["seed"], -(2**63), 2**63),
                 module=LayerArguments.from_json(value["module"]),
                 history=History.from_json(value),
                 checksums=_checksums_from_json(value["chunk_crc32"]),
@@ -118,7 +140,7 @@ class Manifest:
                     f"num_embeddings is {rows!r}, the newest commit has {manifest.num_embeddings}"
                 )
             manifest.check()
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        except _OF_WRONG_VALUES as error:
             raise FormatError(f"the manifest is damaged: {error!r}") from error
         return manifest
 
@@ -141,6 +163,12 @@ class Manifest:
             group = {**hyperparameters(rule), **gradients.GRADIENT_OPTIONS, **group}
             check_group(rule, group)
             gradients.check_options(group)
+
+
+def _crc32(value: dict[str, Any]) -> int:
+    """The checksum of a manifest without it, however the file is laid out."""
+    value = {name: part for name, part in value.items() if name != _CHECKSUM}
+    return zlib.crc32(json.dumps(value, sort_keys=True, allow_nan=False).encode())
 
 
 def _checksums_to_json(checksums: dict[int, int]) -> dict[str, int]:
@@ -215,6 +243,16 @@ class Layout:
         of_ids, of_records = self._log_files
         a_log = of_ids * self.log.rows_per_file * 8 + of_records * self.chunk_bytes
         return self.num_chunks * self.chunk_bytes + 2 * a_log
+
+    def check(self) -> None:
+        """Raise a ValueError where no process could have all of these files mapped."""
+        if self.mapped_bytes > _MOST_BYTES or self.num_files > _MOST_FILES:
+            raise ValueError(
+                f"{self.num_embeddings:,} rows of {self.record_bytes:,} bytes, in files of "
+                f"{self.chunk_rows:,} rows, would be up to {self.mapped_bytes:,} bytes in "
+                f"{self.num_files:,} files with their logs: {_MOST_BYTES:,} bytes in "
+                f"{_MOST_FILES:,} files are possible"
+            )
 
     @property
     def log_limit(self) -> int:

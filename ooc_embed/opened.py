@@ -5,6 +5,7 @@ Knows the life of a table, from opening to closing; does not know lookups and st
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -73,10 +74,14 @@ class OpenTable:
         slots = 0
         if store.writable:
             slots = slots_for(self._cache_bytes, layout.num_embeddings, layout.record_bytes)
-        self.cache = RowCache(
-            layout.num_embeddings, slots, layout.width, self.dtype, 2 * layout.log.capacity
-        )
-        self._storage = Storage(store, self.cache, self.counters)
+        rows, positions = layout.num_embeddings, 2 * layout.log.capacity
+        try:
+            self.cache = RowCache(rows, slots, layout.width, self.dtype, positions)
+            self._storage = Storage(store, self.cache, self.counters)
+        except OSError as error:
+            if error.errno != errno.ENOMEM:
+                raise
+            raise _no_room(store.path, layout, error) from error
         self._evictor = Evictor(self.cache, self._storage, self.counters)
         self._rows = RowFetcher(
             self.cache,
@@ -240,12 +245,8 @@ class OpenTable:
                 Span(slots * (record_bytes + SLOT_BYTES), writable=True),
             )
         except OSError as error:
-            raise OSError(
-                error.errno,
-                f"a table of {rows:,} rows has no room in this process ({error}); nothing has "
-                f"changed. Raise the limit of its memory, open the table with a smaller "
-                f"cache_bytes, or grow it by fewer rows",
-            ) from error
+            outcome, remedy = "; nothing has changed", ", or grow it by fewer rows"
+            raise _no_room(self.store.path, layout, error, outcome, remedy) from error
         del taken
 
     def _change(self, change: Callable[[], None], then: Callable[[], None] = lambda: None) -> None:
@@ -366,6 +367,16 @@ class OpenTable:
                 self.cache.close()
             finally:
                 self.store.close()
+
+
+def _no_room(
+    path: Path, layout: Layout, error: OSError, outcome: str = "", remedy: str = ""
+) -> OSError:
+    return OSError(
+        error.errno,
+        f"{path}: a table of {layout.num_embeddings:,} rows has no room in this process ({error})"
+        f"{outcome}. Raise the limit of its memory, or open it with a smaller cache_bytes{remedy}",
+    )
 
 
 def field_spans(fields: Mapping[str, int]) -> dict[str, slice]:

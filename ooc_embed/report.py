@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .arrays import damage_for_others
 from .durable import writes_directly
 from .errors import CorruptStoreError, StoreError
 from .log import SKIPPED, RecordLog
@@ -84,7 +85,7 @@ def verify(path: str | Path) -> list[str]:
 
 def _verify(store: Store) -> list[str]:
     manifest, layout = store.manifest, store.layout
-    problems = []
+    problems = damage_for_others(store.path, manifest, layout)
     sealed = None
     with ExitStack() as logs:
         for state in manifest.commit.logs:
@@ -115,14 +116,16 @@ def _check_chunks(store: Store, sealed: NewestRecords | None) -> list[str]:
     manifest, layout = store.manifest, store.layout
     checksums = manifest.checksums | manifest.merged
     unsure = set(sealed.chunks()) - manifest.merged.keys() if sealed is not None else set()
-    buffer = np.empty(layout.chunk_bytes, dtype=np.uint8)
+    buffer: np.ndarray | None = None  # a manifest may ask for more than there is memory for
     for index, expected in sorted(checksums.items()):
         path = store.chunk_path(index)
         try:
             size = path.stat().st_size
-            if size != len(buffer):
-                problems.append(f"{path} has {size:,} bytes, {len(buffer):,} expected")
+            if size != layout.chunk_bytes:
+                problems.append(f"{path} has {size:,} bytes, {layout.chunk_bytes:,} expected")
                 continue
+            if buffer is None:
+                buffer = np.empty(layout.chunk_bytes, dtype=np.uint8)
             store.read_chunk(index, buffer)
         except FileNotFoundError:
             problems.append(f"{path} is missing; the manifest says that it was written")

@@ -39,10 +39,20 @@ def open_source(source: Any, key: str | None, *, apart_from: Path) -> Any:
         raise FileNotFoundError(f"{path} does not exist")
     if path.suffix == ".npy":
         _no_key(key)
-        return np.load(path, mmap_mode="r")
+        return _open_npy(path)
     if path.suffix == ".safetensors":
         return _Safetensors(path, key)
     raise ValueError(f"{path} is no .npy or .safetensors file and no zarr folder")
+
+
+def _open_npy(path: Path) -> np.ndarray:
+    try:
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is no .npy file of numbers: {error}") from error
+    if not isinstance(found, np.ndarray):
+        raise ValueError(f"{path} is no .npy file, but an archive of some")
+    return found
 
 
 def _no_key(key: str | None) -> None:
@@ -63,12 +73,15 @@ class _Safetensors:
 
     def __init__(self, path: Path, key: str | None) -> None:
         try:
-            from safetensors import safe_open
+            from safetensors import SafetensorError, safe_open
         except ImportError as error:
             raise ImportError(
                 f"{path} needs safetensors: pip install 'ooc_embed[safetensors]'"
             ) from error
-        file: Any = safe_open(path, framework="pt")
+        try:
+            file: Any = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no .safetensors file: {error}") from error
         self._slices = file.get_slice(_only(path, key, list(file.keys())))
         self.shape = tuple(self._slices.get_shape())
         self.dtype = "float64" if self._slices.get_dtype() == "F64" else "float32"

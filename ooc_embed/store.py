@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 
 from . import claim, durable, parsing
-from .arrays import array_facts, lengthen, make_arrays, read_metadata
+from .arrays import array_facts, check_metadata, lengthen, make_arrays, read_metadata
 from .disk_facts import free_bytes, warn_of_network
 from .errors import CorruptStoreError, FormatError
 from .lock import DirectoryLock, lock_holder
 from .log import ALIGNMENT
 from .manifest import ATTRIBUTE, Layout, Manifest
+from .parsing import integer, json_object
 from .warning import warn
 
 # Each is mapped, and a process may have 65,530 maps on most systems.
@@ -77,12 +78,14 @@ class Store:
             overwrite: replace a store that is there.
 
         Raises:
+            ValueError: a table of that size cannot be mapped.
             FileExistsError: something is there.
             LockedError: a store is there and somebody writes to it.
             OSError: the disk is full, or failed.
         """
         claim.check_free(path, overwrite=overwrite)
         layout = Layout.plan(manifest, chunk_rows)
+        layout.check()
         _warn_if_short_of_space(path, layout)
         warn_of_network(path)
         with claim.claimed(path, overwrite=overwrite) as lock:
@@ -117,10 +120,12 @@ class Store:
         if not path.exists():
             raise FileNotFoundError(f"{path} does not exist: DiskEmbedding(..., path=) creates it")
         if mode == "r":
+            claim.check_kinds(path, links=True)
             return cls(path, None, commit)
         warn_of_network(path)
         lock = DirectoryLock(path, claim.holder_file(path))
         try:
+            claim.check_kinds(path, links=False)
             return cls(path, lock)
         except BaseException:
             lock.close()
@@ -212,6 +217,7 @@ class Store:
                 f"{layout.chunk_rows:,} rows each, {_MOST_FILES:,} are possible: make a new table "
                 f"of that size, which has larger ones, and copy the rows"
             )
+        layout.check()
         return layout
 
     def resize(self, manifest: Manifest) -> None:
@@ -240,8 +246,7 @@ class Store:
         path = self.path / "zarr.json"
         try:
             found = path.read_bytes()
-            metadata = json.loads(found)
-            attributes = dict(metadata["attributes"])
+            attributes = dict(json_object(found)["attributes"])
         except (OSError, ValueError, KeyError, TypeError):
             warn(f"{path} was damaged since the last commit: replaced")
             return {}
@@ -255,7 +260,7 @@ class Store:
         path = self.path / "zarr.json"
         try:
             data = path.read_bytes()
-            value = json.loads(data)["attributes"][ATTRIBUTE]
+            value = json_object(data)["attributes"][ATTRIBUTE]
         except FileNotFoundError:
             raise FormatError(f"{path} is missing: no store, or an unfinished creation") from None
         except (ValueError, KeyError, TypeError) as error:
@@ -267,24 +272,16 @@ class Store:
 
     def _read_layout(self) -> Layout:
         manifest = self.manifest
+        of_table = _rows_per_file(self.path / "table")
+        of_ids = _rows_per_file(self.path / "log" / "0" / "rows")
         layout = Layout(
-            manifest.num_embeddings,
-            manifest.width,
-            manifest.numpy_dtype,
-            _rows_per_file(self.path / "table"),
-            _rows_per_file(self.path / "log" / "0" / "rows"),
+            manifest.num_embeddings, manifest.width, manifest.numpy_dtype, of_table, of_ids
         )
-        for name, facts in array_facts(layout).items():
-            found = read_metadata(self.path / name)
-            for key, value in facts.items():
-                # A table that was about to grow, or went back to fewer rows, has longer arrays.
-                if key == "shape" and _is_longer(found.get(key), value):
-                    continue
-                if found.get(key) != value:
-                    raise FormatError(
-                        f"{self.path / name / 'zarr.json'} has {key} {found.get(key)!r}, "
-                        f"the manifest asks for {value!r}"
-                    )
+        try:
+            layout.check()
+        except ValueError as error:
+            raise FormatError(f"{self.path / 'zarr.json'}: {error}") from error
+        check_metadata(self.path, array_facts(layout))
         if any(log.records > layout.log.capacity for log in manifest.commit.logs):
             raise FormatError(f"{self.path}: a log of the manifest is longer than its array")
         if any(index >= layout.num_chunks for index in manifest.checksums | manifest.merged):
@@ -326,23 +323,15 @@ def holder(path: Path) -> str | None:
 
 def _rows_per_file(folder: Path) -> int:
     try:
-        rows = int(read_metadata(folder)["chunk_grid"]["configuration"]["chunk_shape"][0])
+        grid = read_metadata(folder)["chunk_grid"]
+        rows = integer(grid["configuration"]["chunk_shape"][0])
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise FormatError(f"{folder / 'zarr.json'} is damaged: {error!r}") from error
     if rows < 1 or rows % ALIGNMENT:
-        raise FormatError(f"{folder} has chunks of {rows} rows, no multiple of {ALIGNMENT}")
+        raise FormatError(
+            f"{folder / 'zarr.json'} has chunks of {rows} rows, no multiple of {ALIGNMENT}"
+        )
     return rows
-
-
-def _is_longer(found: Any, shape: list[int]) -> bool:
-    """Whether an array's shape differs from what it must be at least by its length alone."""
-    return (
-        isinstance(found, list)
-        and len(found) == len(shape)
-        and found[1:] == shape[1:]
-        and type(found[0]) is int
-        and found[0] > shape[0]
-    )
 
 
 def _chunk_path(path: Path, index: int) -> Path:
@@ -362,7 +351,8 @@ def _metadata(attributes: dict[str, Any], manifest: Manifest) -> bytes:
         "node_type": "group",
         "attributes": {**attributes, ATTRIBUTE: manifest.to_json()},
     }
-    return json.dumps(value, indent=1, allow_nan=False).encode()
+    # Others may have put NaN beside the manifest, which holds none.
+    return json.dumps(value, indent=1).encode()
 
 
 def _rename_manifest(path: Path, data: bytes) -> None:

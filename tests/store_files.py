@@ -12,7 +12,8 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,22 @@ def manifest(path: Path) -> dict[str, Any]:
     attributes = json.loads((path / "zarr.json").read_text())["attributes"]
     found: dict[str, Any] = attributes["ooc_embed"]
     return found
+
+
+def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest, and its own checksum with it, if the change leaves it one."""
+    metadata = json.loads((path / "zarr.json").read_text())
+    found = metadata["attributes"]["ooc_embed"]
+    change(found)
+    if "crc32" in found:
+        state_checksum(found)
+    (path / "zarr.json").write_text(json.dumps(metadata))
+
+
+def state_checksum(found: dict[str, Any]) -> None:
+    """Give a manifest the checksum that fits to the rest of it."""
+    found.pop("crc32", None)
+    found["crc32"] = zlib.crc32(json.dumps(found, sort_keys=True).encode())
 
 
 def newest_commit(path: Path) -> dict[str, Any]:

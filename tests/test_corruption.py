@@ -356,6 +356,8 @@ def _set(file: Path, keys: list[Any], value: Any) -> None:
         del target[keys[-1]]
     else:
         target[keys[-1]] = value
+    if isinstance(whole["attributes"]["ooc_embed"], dict):
+        store_files.state_checksum(whole["attributes"]["ooc_embed"])
     file.write_text(json.dumps(whole))
 
 
@@ -474,10 +476,8 @@ def test_rows_of_the_log_outside_the_table_are_corruption(store: Path) -> None:
     for bad in (5000, -2, 1 << 40):
         rows[0] = bad
         rows.tofile(file)
-        whole = json.loads((store / "zarr.json").read_text())
-        (log,) = whole["attributes"]["ooc_embed"]["commits"][-1]["logs"]
-        log["rows_crc32"] = zlib.crc32(rows[: log["records"]].tobytes())
-        (store / "zarr.json").write_text(json.dumps(whole))
+        crc = zlib.crc32(rows[: committed_records(store)].tobytes())
+        _set(store / "zarr.json", ["ooc_embed", "commits", -1, "logs", 0, "rows_crc32"], crc)
         with pytest.raises(CorruptStoreError):
             DiskEmbedding.open(store)
 

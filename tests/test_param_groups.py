@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-import json
 import pickle
+from typing import Any
 
 import pytest
+import store_files
 import torch
 from torch import nn
 from torch.optim import lr_scheduler
@@ -111,16 +112,17 @@ def test_a_store_without_the_newer_options_opens_with_their_defaults(make_table)
     emb = make_table()
     emb(IDS).sum().backward()
     emb.close()
-    file = emb.path / "zarr.json"
-    content = json.loads(file.read_text())
-    manifest = content["attributes"]["ooc_embed"]
     newer = ("row_weight_decay", "bias_correction", "max_grad_norm", "max_grad_value", "nonfinite")
-    for values in (manifest["rule"], manifest["commits"][-1]["param_groups"][0]):
-        for name in newer:
-            values.pop(name, None)
-    for name in ("step_on", "bag", "include_last_offset"):
-        del manifest["module"][name]
-    file.write_text(json.dumps(content))
+
+    def make_older(manifest: dict[str, Any]) -> None:
+        for values in (manifest["rule"], manifest["commits"][-1]["param_groups"][0]):
+            for name in newer:
+                values.pop(name, None)
+        for name in ("step_on", "bag", "include_last_offset"):
+            del manifest["module"][name]
+        del manifest["crc32"]
+
+    store_files.edit_manifest(emb.path, make_older)
     with DiskEmbedding.open(emb.path) as again:
         again(IDS).sum().backward()
         assert again.step == 2
