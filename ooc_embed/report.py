@@ -74,7 +74,7 @@ def verify(path: str | Path) -> list[str]:
         try:
             store = Store.open(store_path, "r")
             problems = _verify(store)
-            if not problems or store.reread() == store.manifest:
+            if not problems or not store.has_changed():
                 return problems
         except (StoreError, OSError) as error:
             return [str(error)]

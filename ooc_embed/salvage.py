@@ -64,7 +64,7 @@ class Salvage:
             count = "an unknown number" if self.older is None else f"up to {self.older:,}"
             lines.append(f"{count} of them are older: the log of what was trained since is damaged")
         if len(self.lost):
-            lines.append(f"{len(self.lost):,} rows are lost and begin anew: {_ranges(self.lost)}")
+            lines.append(f"lost rows, which begin anew ({len(self.lost):,}): {_ranges(self.lost)}")
         lines.append(f"go on with ooc_embed.{self.layer}.open({str(self.path)!r})")
         return "\n".join(lines)
 
@@ -253,10 +253,10 @@ class _SoundRows:
 
 
 def _ranges(rows: np.ndarray) -> str:
-    """Ascending rows as ranges, in words; of many, the first."""
+    """Ascending rows as ranges, in words; of many, the first, and how many more there are."""
     begins = np.flatnonzero(np.diff(rows, prepend=rows[0] - 2) > 1)
     ends = np.append(begins[1:], len(rows)) - 1
     pairs = zip(rows[begins[:_MOST_RANGES]], rows[ends[:_MOST_RANGES]], strict=True)
     text = ", ".join(f"{a:,} to {b:,}" if b > a else f"{a:,}" for a, b in pairs)
     more = len(begins) - _MOST_RANGES
-    return text if more <= 0 else f"{text}, and {more:,} more ranges"
+    return text if more <= 0 else f"{text}, and {more:,} more"
