@@ -235,7 +235,6 @@ class _SoundRows:
             for log, chunks in self._records:
                 if index in chunks:
                     log.put(index, chunk)
-            chunk[rows.stop - rows.start :] = 0
             written = chunk[: rows.stop - rows.start, -1] != 0  # the version
             self.written += int(written.sum())
             if not sound:

@@ -96,13 +96,14 @@ def test_salvage_to_a_place_that_is_no_good_is_status_2_before_anything_is_read(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(report, "verify", lambda _: pytest.fail("was read"))
     for out, message in (
         (store, "choose a path beside"),
         (store / "out.zarr", "choose a path beside"),
         (tmp_path, "choose another path"),
     ):
-        assert cli.main(["verify", str(store), "--salvage", str(out)]) == 2
+        with monkeypatch.context() as patch:
+            patch.setattr(report, "verify", lambda _: pytest.fail("was read"))
+            assert cli.main(["verify", str(store), "--salvage", str(out)]) == 2
         captured = capsys.readouterr()
         assert captured.out == ""
         assert captured.err.startswith("ooc-embed verify: ")

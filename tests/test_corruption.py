@@ -498,6 +498,8 @@ def test_rows_of_the_log_outside_the_table_are_corruption(store: Path) -> None:
         (store / "zarr.json").write_text(json.dumps(whole))
         with pytest.raises(CorruptStoreError):
             DiskEmbedding.open(store)
+        (problem,) = report.verify(store)
+        assert f"{file} names row {bad}, the table has 5000; needed by commit" in problem
 
 
 def test_a_store_of_a_table_without_rows_in_its_log_needs_no_log_file(tmp_path: Path) -> None:

@@ -405,6 +405,28 @@ def test_a_log_file_that_is_gone_or_short_is_left_out(
     assert result.older == (count if array == "records" else None)
 
 
+@pytest.mark.parametrize("damage", [False, True])
+def test_positions_that_a_long_run_skips_are_no_rows(stores: Stores, damage: bool) -> None:
+    path, out = stores.new_path(), stores.new_path()
+    with DiskEmbedding(30_000, 1, path=path, chunk_rows=1024, init="zeros") as emb:
+        for rows in (torch.arange(3), torch.arange(10_000)):
+            emb(rows).sum().backward()
+            emb.commit()
+    ids = store_files.read_by_hand(path, "log/0/rows")[: 1024 + 10_000]
+    assert (ids == -1).sum() == 1024 - 3
+    assert report.verify(path) == []
+    if damage:
+        stores.expect_damage(path)
+        flip(the_log(path, "records"), 0)
+    result = salvage(path, out)
+    assert (len(result.lost), result.older) == (0, 10_000 if damage else 0)
+    with DiskEmbedding.open(out, "r") as again:
+        want = np.zeros(30_000) if damage else (np.arange(30_000) < 10_000) + 0.0
+        want[:3] *= 2
+        np.testing.assert_array_equal(again.version[:], want)
+        np.testing.assert_allclose(again.weight[:].squeeze(1), -1e-3 * want, rtol=1e-3)
+
+
 def test_rows_of_a_damaged_log_and_a_damaged_chunk_are_lost_and_not_older(
     trained: Trained, stores: Stores
 ) -> None:
