@@ -145,7 +145,11 @@ def shadow_at(state: workload.State) -> workload.Shadow:
 # Sound stores
 
 
-def test_a_sound_store_becomes_an_equal_copy(trained: Trained, stores: Stores) -> None:
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_sound_store_becomes_an_equal_copy_of_its_newest_commit(
+    templates: dict[int, Trained], tmp_path: Path, stores: Stores, keep: int
+) -> None:
+    trained = copied(templates[keep], tmp_path)
     result = salvaged(trained.path, stores, trained.state)
     assert (result.commit, result.newest) == (trained.newest, trained.newest)
     assert (result.step, result.older, len(result.lost)) == (trained.state.step, 0, 0)

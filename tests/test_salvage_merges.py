@@ -203,7 +203,7 @@ def test_a_commit_that_keeps_a_sealed_log_from_its_merge_is_gone_back_to(
 
 
 class FirstMerge:
-    """A seeded table of which every row was trained once, killed in its first merge."""
+    """A seeded table of which three rows in four were trained once, killed in its first merge."""
 
     def __init__(self, path: Path, *, named: bool) -> None:
         self.path = path
@@ -211,10 +211,12 @@ class FirstMerge:
         shadow = workload.Shadow(emb.weight[:])
         self.initial = shadow.state()
 
+        ids = torch.arange(ROWS)
+        ids = ids[ids % 4 != 0]
         with system_calls.watched(path, fail_at_5):
             for each in (emb, shadow):
                 train = each.train if each is shadow else lambda *batch: workload.train(emb, *batch)
-                train(torch.arange(ROWS), torch.ones(ROWS, workload.DIM, dtype=torch.float64))
+                train(ids, torch.ones(len(ids), workload.DIM, dtype=torch.float64))
             emb.commit()
             wait_for_merge(emb)
             if named:
