@@ -73,6 +73,9 @@ def test_a_place_inside_the_store_is_refused(damaged: Path, place: str) -> None:
         pytest.raises(ValueError, match=r"inside of it: choose a path beside .*t\.zarr"),
     ):
         salvage.salvage(damaged, damaged / place)
+    link = damaged.with_name("link")
+    with pytest.raises(ValueError, match="inside of it: choose a path beside .*link"):
+        salvage.salvage(link, damaged / place)
 
 
 def test_a_full_disk_at_any_moment_leaves_nothing_and_a_second_try_works(damaged: Path) -> None:
