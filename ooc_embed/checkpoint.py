@@ -15,7 +15,8 @@ from .table import Table
 from .warning import warn
 
 _NONE_OF_ITS_PAST = (
-    "a rollback took it back, or a copy of the store made it. Load a checkpoint of another commit"
+    "a rollback took it back, or a copy of the store made it, or a salvage lost rows of it. Load a "
+    "checkpoint of another commit"
 )
 
 

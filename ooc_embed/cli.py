@@ -11,6 +11,7 @@ from . import bench, demo, report
 from ._version import __version__
 from .embedding import DiskEmbedding
 from .errors import StoreError
+from .salvage import check_target, salvage
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +47,13 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=text)
         command.add_argument("path", type=Path, help="folder of the store")
         command.set_defaults(run=run)
+        if name == "verify":
+            command.add_argument(
+                "--salvage",
+                type=Path,
+                metavar="OUT",
+                help="make a new store there of all rows that are sound; PATH is only read",
+            )
 
     measure = commands.add_parser("bench", help="measure this machine")
     bench.add_arguments(measure)
@@ -59,11 +67,18 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    if args.salvage is not None:
+        try:
+            check_target(args.path, args.salvage)
+        except ValueError as error:
+            raise StoreError(str(error)) from error
     problems = report.verify(args.path)
     for problem in problems:
         print(problem)
     if not problems:
         print(f"{args.path}: ok")
+    if args.salvage is not None:
+        print(salvage(args.path, args.salvage))
     return 1 if problems else 0
 
 

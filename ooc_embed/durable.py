@@ -198,13 +198,16 @@ def write_file(path: Path, buffer: np.ndarray) -> None:
         raise
 
 
-def read_file(path: Path, buffer: np.ndarray) -> int:
+def read_file(path: Path, buffer: np.ndarray, offset: int = 0) -> int:
     """Fill ``buffer``, ``(n,) uint8``, from a file, past the page cache where that goes.
 
     That asks for whole pages, as those of `memory.page_aligned` are.
 
     Returns:
         How many bytes were read: fewer than n where the file is shorter.
+
+    Raises:
+        OSError: the file is missing, or the disk cannot read it; it is named.
     """
     fd = _open_direct(path, os.O_RDONLY)
     direct = fd >= 0
@@ -214,9 +217,10 @@ def read_file(path: Path, buffer: np.ndarray) -> int:
     try:
         while done < len(buffer):
             try:
-                count = os.preadv(fd, [buffer[done:].data], done)
+                count = os.preadv(fd, [buffer[done:].data], offset + done)
             except OSError as error:
                 if error.errno != errno.EINVAL or not direct:
+                    error.filename = str(path)
                     raise
                 fcntl.fcntl(fd, fcntl.F_SETFL, os.O_RDONLY)
                 direct = False

@@ -7,7 +7,7 @@ behind the last commit's end is not part of the store: open ignores it and appen
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -69,17 +69,23 @@ FillRecords = Callable[[int, int, torch.Tensor], None]
 
 def files_of(folder: Path, shape: LogShape, records: int) -> Iterator[tuple[Path, bool]]:
     """Yield each file of a log's first ``records`` positions, and whether they fill it."""
-    for path, size in ((_rows_path, shape.rows_per_file), (_records_path, shape.records_per_file)):
+    for path, size in ((rows_path, shape.rows_per_file), (records_path, shape.records_per_file)):
         for index in range(-(-records // size)):
             yield path(folder, index), (index + 1) * size <= records
 
 
-def _rows_path(folder: Path, index: int) -> Path:
+def rows_path(folder: Path, index: int) -> Path:
     return folder / "rows" / f"c.{index}"
 
 
-def _records_path(folder: Path, index: int) -> Path:
+def records_path(folder: Path, index: int) -> Path:
     return folder / "records" / f"c.{index}.0"
+
+
+def named(path: Callable[[int], Path], size: int, start: int, stop: int) -> str:
+    """The files, of ``size`` positions each, of the positions ``start`` to ``stop``, in words."""
+    first, last = start // size, max(stop - 1, start) // size
+    return f"{path(first)}" + (f" to {path(last).name}" if last > first else "")
 
 
 class RecordLog:
@@ -122,10 +128,10 @@ class RecordLog:
         return self.state.records
 
     def rows_path(self, index: int) -> Path:
-        return _rows_path(self.folder, index)
+        return rows_path(self.folder, index)
 
     def records_path(self, index: int) -> Path:
-        return _records_path(self.folder, index)
+        return records_path(self.folder, index)
 
     def end_after(self, count: int) -> int:
         """Where the log would end after a run of ``count`` records."""
@@ -248,21 +254,17 @@ class RecordLog:
         """Compare the checksum of the committed row ids with what the manifest says.
 
         Raises:
-            CorruptStoreError: they differ; the message names the folder.
+            CorruptStoreError: they differ; the message names the files.
         """
-        self._check_rows(0, self.committed, 0)
-
-    def check_prefixes(self, states: Iterable[LogState]) -> None:
-        """Compare row ids and records with the checksums of these prefixes, the shortest first.
-
-        Raises:
-            CorruptStoreError: one differs.
-        """
-        start, rows_crc, records_crc = 0, 0, 0
-        for state in states:
-            self._check_rows(start, state, rows_crc)
-            self._check_records(start, state, records_crc)
-            start, rows_crc, records_crc = state.records, state.rows_crc32, state.records_crc32
+        crc, state = 0, self.committed
+        for _, rows in self.blocks(state.records):
+            crc = zlib.crc32(rows.data, crc)
+        if crc != state.rows_crc32:
+            files = named(self.rows_path, self.shape.rows_per_file, 0, state.records)
+            raise CorruptStoreError(
+                f"{files}: the first {state.records:,} row ids have the checksum {crc:#010x}, the "
+                f"manifest says {state.rows_crc32:#010x}"
+            )
 
     def check_tail(self) -> None:
         """Compare the records since the last commit with the checksum of what was appended.
@@ -272,23 +274,15 @@ class RecordLog:
         """
         self._check_records(self.committed.records, self.state, self.committed.records_crc32)
 
-    def _check_rows(self, start: int, state: LogState, crc: int) -> None:
-        for _, rows in self.blocks(state.records, start=start):
-            crc = zlib.crc32(rows.data, crc)
-        if crc != state.rows_crc32:
-            raise CorruptStoreError(
-                f"{self.folder / 'rows'}: the first {state.records:,} row ids have the checksum "
-                f"{crc:#010x}, the manifest says {state.rows_crc32:#010x}"
-            )
-
     def _check_records(self, start: int, state: LogState, crc: int) -> None:
         for position, rows in self.blocks(state.records, self._block, start):
             kept = torch.from_numpy(np.flatnonzero(rows != SKIPPED) + position)
             crc = zlib.crc32(self.gather(kept).numpy().data, crc)
         if crc != state.records_crc32:
+            files = named(self.records_path, self.shape.records_per_file, start, state.records)
             raise CorruptStoreError(
-                f"{self.folder / 'records'}: the first {state.records:,} records have the checksum "
-                f"{crc:#010x}, {state.records_crc32:#010x} was written"
+                f"{files}: the first {state.records:,} records have the checksum {crc:#010x}, "
+                f"{state.records_crc32:#010x} was written"
             )
 
     def drop_tail(self) -> None:

@@ -226,6 +226,11 @@ class Layout:
     def num_chunks(self) -> int:
         return -(-self.num_embeddings // self.chunk_rows)
 
+    def rows_of(self, index: int) -> str:
+        """The rows of a chunk, in words."""
+        stop = min((index + 1) * self.chunk_rows, self.num_embeddings)
+        return f"rows {index * self.chunk_rows:,} to {stop - 1:,}"
+
     @property
     def num_files(self) -> int:
         """How many files the table and its logs can have."""

@@ -270,8 +270,9 @@ class Merge:
         """
         if found != merged or index not in self._unsure:
             raise CorruptStoreError(
-                f"{self._store.chunk_path(index)} was changed or damaged: it has the checksum "
-                f"{found:#010x}, {self._known_crc32[index]:#010x} was written. Nothing is merged "
-                f"into it: close the table, put the file back from a copy or a snapshot, and open "
-                f"it again"
+                f"{self._store.chunk_path(index)} was changed or damaged "
+                f"({self._store.layout.rows_of(index)}): it has the checksum {found:#010x}, "
+                f"{self._known_crc32[index]:#010x} was written. Nothing is merged into it: close "
+                f"the table, put the file back from a copy or a snapshot, and open it again; "
+                f"without one, `ooc-embed verify PATH --salvage OUT` keeps the other rows"
             )

@@ -130,6 +130,11 @@ class OpenTable:
                 store.close()
                 reading = isinstance(error, CorruptStoreError) and mode == "r"
                 if not (reading and store.has_changed()):
+                    if isinstance(error, CorruptStoreError):
+                        error.add_note(
+                            f"`ooc-embed verify {path}` names all that is damaged, and with "
+                            f"`--salvage OUT` makes a new store of the rest."
+                        )
                     raise
         raise StoreError(f"{path} changed {_READ_ATTEMPTS} times while it was being opened")
 

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import zlib
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
 
-import numpy as np
-
 from .arrays import damage_for_others
 from .durable import writes_directly
 from .errors import CorruptStoreError, StoreError
-from .log import SKIPPED, RecordLog
 from .manifest import Manifest
 from .mapped import announces_in_batches
 from .merge import NewestRecords
+from .soundness import ChunkCheck, check_log, explained, newest_records
 from .store import Store, chunk_files, holder
 
 
@@ -69,78 +66,47 @@ def verify(path: str | Path) -> list[str]:
     replaced since the last manifest has no checksum in it: it is seen to have the merged rows.
 
     Returns:
-        What is wrong, a line each; empty if all is sound.
+        What is wrong, a line each; empty if all is sound. Lines name files, and of chunk files the
+        rows, of logs the commits that need them.
     """
     store_path = Path(path)
     for _ in range(100):
         try:
             store = Store.open(store_path, "r")
-        except (StoreError, FileNotFoundError) as error:
+            problems = _verify(store)
+            if not problems or not store.has_changed():
+                return problems
+        except (StoreError, OSError) as error:
             return [str(error)]
-        problems = _verify(store)
-        if not problems or store.reread() == store.manifest:
-            return problems
     return [f"{store_path} changed each time it was read"]
 
 
 def _verify(store: Store) -> list[str]:
-    manifest, layout = store.manifest, store.layout
-    problems = damage_for_others(store.path, manifest, layout)
+    commit = store.manifest.commit
+    problems = damage_for_others(store.path, store.manifest, store.layout)
     sealed = None
-    with ExitStack() as logs:
-        for state in manifest.commit.logs:
-            try:
-                log = RecordLog(store.log_folder(state.generation), layout.log, state)
-                logs.callback(log.close)
-                log.check_prefixes(manifest.history.states_of(state.generation))
-                _check_row_ids(log, layout.num_embeddings)
-                if state is manifest.commit.sealed:
-                    sealed = NewestRecords(log, layout.chunk_rows, layout.num_chunks)
-            except CorruptStoreError as error:
-                problems.append(str(error))
+    with ExitStack() as closing:
+        for state in commit.logs:
+            log = check_log(store, state.generation)
+            problems += log.problems
+            if state is commit.sealed and log.readable:
+                try:
+                    sealed = newest_records(store, state, closing)
+                except (CorruptStoreError, OSError) as error:  # it was sound just now
+                    problems.append(explained(error))
         return problems + _check_chunks(store, sealed)
-
-
-def _check_row_ids(log: RecordLog, num_embeddings: int) -> None:
-    for _, rows in log.blocks(log.committed.records):
-        bad = rows[(rows != SKIPPED) & ((rows < 0) | (rows >= num_embeddings))]
-        if len(bad):
-            raise CorruptStoreError(
-                f"{log.folder / 'rows'} names row {bad[0]}, the table has {num_embeddings}"
-            )
 
 
 def _check_chunks(store: Store, sealed: NewestRecords | None) -> list[str]:
     """Check the chunk files; those that have rows of a sealed log may be merged already."""
-    problems = []
-    manifest, layout = store.manifest, store.layout
-    checksums = manifest.checksums | manifest.merged
-    unsure = set(sealed.chunks()) - manifest.merged.keys() if sealed is not None else set()
-    buffer: np.ndarray | None = None  # a manifest may ask for more than there is memory for
-    for index, expected in sorted(checksums.items()):
-        path = store.chunk_path(index)
-        try:
-            size = path.stat().st_size
-            if size != layout.chunk_bytes:
-                problems.append(f"{path} has {size:,} bytes, {layout.chunk_bytes:,} expected")
-                continue
-            if buffer is None:
-                buffer = np.empty(layout.chunk_bytes, dtype=np.uint8)
-            store.read_chunk(index, buffer)
-        except FileNotFoundError:
-            problems.append(f"{path} is missing; the manifest says that it was written")
-            continue
-        found = zlib.crc32(buffer.data)
-        if found == expected:
-            continue
-        if sealed is not None and index in unsure:
-            sealed.put(index, buffer.view(layout.dtype).reshape(layout.chunk_rows, layout.width))
-            if zlib.crc32(buffer.data) == found:
-                continue
-        problems.append(
-            f"{path} has the checksum {found:#010x}, the manifest says {expected:#010x}"
-        )
-    unnamed = sorted(set(chunk_files(store.path)) - set(checksums) - unsure)
+    manifest = store.manifest
+    chunks = ChunkCheck(store, sealed)
+    named = sorted(manifest.checksums.keys() | manifest.merged.keys())
+    found = (chunks.read(index) for index in named)
+    problems = [problem for problem in found if problem is not None]
+    if sealed is None and manifest.commit.sealed is not None:
+        return problems  # any other may be of the merge of that log, which is damaged
+    unnamed = sorted(set(chunk_files(store.path)) - set(named) - chunks.unsure)
     return problems + [f"{store.chunk_path(i)} is not named by the manifest" for i in unnamed]
 
 

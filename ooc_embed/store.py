@@ -64,9 +64,10 @@ class Store:
         path: Path,
         manifest: Manifest,
         chunk_rows: int | None,
-        rows: Callable[[Layout], Iterable[np.ndarray]] | None,
+        rows: Callable[[Layout], Iterable[np.ndarray | None]] | None,
         *,
         overwrite: bool,
+        finish: Callable[[Manifest], Manifest] = lambda manifest: manifest,
     ) -> Store:
         """Make a store, in a folder that does not exist yet or holds an unfinished creation.
 
@@ -74,8 +75,10 @@ class Store:
             path: the folder.
             manifest: its first state.
             chunk_rows: rows in a chunk file, or None to choose.
-            rows: gives the content of every chunk file in order, ``(chunk_rows, W)`` each, or None.
+            rows: gives the content of every chunk file in order, ``(chunk_rows, W)`` each, or None
+                where there is to be no file; None: there is to be none at all.
             overwrite: replace a store that is there.
+            finish: what becomes of the manifest once all of them are written.
 
         Raises:
             ValueError: a table of that size cannot be mapped.
@@ -92,8 +95,9 @@ class Store:
             make_arrays(path, manifest, layout)
             checksums = {}
             for index, chunk in enumerate(rows(layout) if rows else ()):
-                checksums[index] = _write_chunk(path, index, chunk)
-            manifest = replace(manifest, checksums=checksums)
+                if chunk is not None:
+                    checksums[index] = _write_chunk(path, index, chunk)
+            manifest = finish(replace(manifest, checksums=checksums))
             durable.sync_tree(path)
             _rename_manifest(path, _metadata({}, manifest))
             durable.sync_directory(path)
@@ -145,12 +149,11 @@ class Store:
         """Read a chunk file into ``(chunk_bytes,) uint8``, best whole pages.
 
         Raises:
-            CorruptStoreError: it is shorter.
+            CorruptStoreError: it is missing, or has another size.
+            OSError: the disk cannot read it.
         """
-        path = self.chunk_path(index)
-        count = durable.read_file(path, buffer)
-        if count < len(buffer):
-            raise CorruptStoreError(f"{path} has {count:,} bytes, {len(buffer):,} expected")
+        self.check_chunk_size(index)
+        durable.read_file(self.chunk_path(index), buffer)
 
     def name_holder(self) -> None:
         """Say in the error of a second writer who has the store."""
@@ -297,17 +300,25 @@ class Store:
             CorruptStoreError: one is not; the message names it.
         """
         for index in self.manifest.checksums:
-            path = self.chunk_path(index)
-            try:
-                size = os.stat(path).st_size
-            except FileNotFoundError:
-                raise CorruptStoreError(
-                    f"{path} is missing; the manifest says that it was written"
-                ) from None
-            if size != self.layout.chunk_bytes:
-                raise CorruptStoreError(
-                    f"{path} has {size:,} bytes, {self.layout.chunk_bytes:,} expected"
-                )
+            self.check_chunk_size(index)
+
+    def check_chunk_size(self, index: int) -> None:
+        """Check that a chunk file is there, and whole.
+
+        Raises:
+            CorruptStoreError: it is not; the message names it and its rows.
+        """
+        path, rows = self.chunk_path(index), self.layout.rows_of(index)
+        try:
+            size = os.stat(path).st_size
+        except FileNotFoundError:
+            raise CorruptStoreError(
+                f"{path} is missing; the manifest says that it was written ({rows})"
+            ) from None
+        if size != self.layout.chunk_bytes:
+            raise CorruptStoreError(
+                f"{path} has {size:,} bytes, {self.layout.chunk_bytes:,} expected ({rows})"
+            )
 
 
 def chunk_files(path: Path) -> list[int]:

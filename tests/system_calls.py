@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -76,4 +77,19 @@ def watched(
         for name in names or (*WRITES, *SYNCS, *NAMES, *OPENS):
             if hasattr(os, name):
                 patch.setattr(os, name, wrap(name, getattr(os, name)))
+        yield
+
+
+@contextlib.contextmanager
+def unreadable(file: Path) -> Iterator[None]:
+    """The disk cannot read a file, which plain calls are told."""
+    real = os.preadv
+
+    def preadv(fd: int, *arguments: Any) -> int:
+        if target((fd,)) == file:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(fd, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", preadv)
         yield

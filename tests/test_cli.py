@@ -9,7 +9,7 @@ import torch
 import zarr
 
 import ooc_embed
-from ooc_embed import bench, cli, linkprediction
+from ooc_embed import bench, cli, linkprediction, report
 
 DEMO = ["--steps", "6", "--batch", "16", "--negatives", "8", "--dim", "4", "--commit-every", "4"]
 
@@ -52,6 +52,75 @@ def test_verify_prints_problems_and_exits_with_1(
     chunk.write_bytes(bytes([chunk.read_bytes()[0] ^ 1]) + chunk.read_bytes()[1:])
     assert cli.main(["verify", str(store)]) == 1
     assert "c.0.0" in capsys.readouterr().out
+
+
+def test_salvage_of_a_sound_store_is_status_0_and_an_equal_copy(
+    store: Path, stores, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = stores.new_path()
+    assert cli.main(["verify", str(store), "--salvage", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{store}: ok",
+        f"{out} has 10 of 10 rows, as of commit 1 (step 1)",
+        f"go on with ooc_embed.DiskEmbedding.open({str(out)!r})",
+    ]
+    with (
+        ooc_embed.DiskEmbedding.open(store, "r") as emb,
+        ooc_embed.DiskEmbedding.open(out) as copy,
+    ):
+        assert torch.equal(copy.weight[:], emb.weight[:])
+        assert copy.step == emb.step == 1
+
+
+def test_salvage_prints_problems_and_what_is_lost_and_exits_with_1(
+    store: Path, stores, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = stores.new_path()
+    assert cli.main(["flush", str(store)]) == 0
+    stores.expect_damage(store)
+    (store / "table" / "c.0.0").unlink()
+    assert cli.main(["verify", str(store), "--salvage", str(out)]) == 1
+    problem, *lines = capsys.readouterr().out.splitlines()
+    assert "c.0.0 is missing" in problem
+    assert "(rows 0 to 9)" in problem
+    assert lines == [
+        f"{out} has 0 of 10 rows, as of commit 1 (step 1)",
+        "lost rows, which begin anew (10): 0 to 9",
+        f"go on with ooc_embed.DiskEmbedding.open({str(out)!r})",
+    ]
+
+
+def test_salvage_to_a_place_that_is_no_good_is_status_2_before_anything_is_read(
+    store: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for out, message in (
+        (store, "choose a path beside"),
+        (store / "out.zarr", "choose a path beside"),
+        (tmp_path, "choose another path"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(report, "verify", lambda _: pytest.fail("was read"))
+            assert cli.main(["verify", str(store), "--salvage", str(out)]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith("ooc-embed verify: ")
+        assert message in captured.err
+
+
+def test_salvage_of_what_has_no_manifest_is_status_2(
+    store: Path, stores, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = stores.new_path()
+    (store / "zarr.json").write_text("{}")
+    stores.expect_damage(store)
+    assert cli.main(["verify", str(store), "--salvage", str(out)]) == 2
+    captured = capsys.readouterr()
+    assert "holds no ooc_embed manifest" in captured.out
+    assert "holds no ooc_embed manifest" in captured.err
+    assert not out.exists()
 
 
 def test_flush_brings_rows_into_the_zarr_array(store: Path) -> None:

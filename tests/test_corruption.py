@@ -18,7 +18,7 @@ import torch
 import workload
 
 import ooc_embed
-from ooc_embed import CorruptStoreError, DiskEmbedding, FormatError, durable, report
+from ooc_embed import CorruptStoreError, DiskEmbedding, FormatError, durable, report, soundness
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -142,6 +142,38 @@ def test_the_error_for_a_short_file_shows_both_sizes(
     assert str(file.stat().st_size) in text
 
 
+@pytest.mark.parametrize("damage", [missing, a_page_short, a_page_long])
+@pytest.mark.parametrize("mode", ["r", "r+"])
+def test_opening_names_the_rows_of_a_chunk_and_how_to_keep_the_others(
+    store: Path, mode: str, damage: Callable[[Path], None]
+) -> None:
+    damage(a_table_chunk(store))
+    with pytest.raises(CorruptStoreError, match=r"c\.1\.0 .*\(rows 1,024 to 2,047\)") as caught:
+        DiskEmbedding.open(store, mode=mode)
+    assert "--salvage OUT" in caught.value.__notes__[0]
+    assert "(rows 1,024 to 2,047)" in report.verify(store)[0]
+
+
+def test_verify_goes_by_the_files_and_not_by_commits_that_a_writer_makes_meanwhile(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(a_table_chunk(store), 64)
+    real, reads = soundness.ChunkCheck.read, []
+
+    with DiskEmbedding.open(store) as emb:
+
+        def read(check: soundness.ChunkCheck, index: int, buffer: np.ndarray) -> str | None:
+            reads.append(index)
+            emb(torch.tensor([index])).sum().backward()
+            emb.commit()
+            return real(check, index, buffer)
+
+        monkeypatch.setattr(soundness.ChunkCheck, "read", read)
+        (problem,) = report.verify(store)
+    assert "c.1.0 has the checksum" in problem
+    assert reads == [0, 1]
+
+
 @pytest.mark.parametrize("find", FILES)
 def test_verify_names_a_missing_or_short_file_and_writes_nothing(
     store: Path, find: Callable[[Path], Path]
@@ -246,6 +278,7 @@ def test_the_store_opens_again_once_the_file_is_back(
     file = find(store)
     data = file.read_bytes()
     DiskEmbedding.open(store).close()
+    gc.collect()  # what other tests left open
     descriptors = len(os.listdir("/proc/self/fd"))
     for mode in ("r", "r+", "r"):
         file.unlink()
@@ -480,6 +513,8 @@ def test_rows_of_the_log_outside_the_table_are_corruption(store: Path) -> None:
         _set(store / "zarr.json", ["ooc_embed", "commits", -1, "logs", 0, "rows_crc32"], crc)
         with pytest.raises(CorruptStoreError):
             DiskEmbedding.open(store)
+        (problem,) = report.verify(store)
+        assert f"{file} names row {bad}, the table has 5000; needed by commit" in problem
 
 
 def test_a_store_of_a_table_without_rows_in_its_log_needs_no_log_file(tmp_path: Path) -> None:

@@ -51,7 +51,7 @@ def test_nothing_is_merged_into_a_chunk_that_was_damaged_until_it_is_mended(
     pair.seal()
     for _ in range(2):
         wait_for_merge(pair.emb)
-        with pytest.raises(CorruptStoreError, match=r"c\.4\.0"):
+        with pytest.raises(CorruptStoreError, match=r"c\.4\.0 .*\(rows 4,096 to 5,119\)"):
             pair.emb.commit()
         assert chunk.read_bytes() == damaged
         pair.check()
@@ -61,6 +61,18 @@ def test_nothing_is_merged_into_a_chunk_that_was_damaged_until_it_is_mended(
     _replace(chunk, kept)
     with pytest.raises(CorruptStoreError):
         pair.emb.flush()
+    pair.finish()
+
+
+def test_a_chunk_that_the_disk_cannot_read_is_named_by_its_merge(pair: Pair) -> None:
+    pair.train_rows(torch.arange(ROWS))
+    chunk = pair.path / "table" / "c.3.0"
+    with (
+        system_calls.unreadable(chunk),
+        pytest.raises(OSError, match=rf"Input/output error: '{chunk}'"),
+    ):
+        pair.emb.flush()
+    pair.emb.flush()
     pair.finish()
 
 
