@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from . import durable
 from .lock import DirectoryLock
 from .manifest import ATTRIBUTE
 
+_Made = TypeVar("_Made")
 _FOLDERS = ("table", "column", "log")
 # All files that a creation, finished or not, puts into its folder.
 _OURS = re.compile(
@@ -45,11 +46,19 @@ def check_free(path: Path, *, overwrite: bool, remedy: str = _OPEN_OR_OVERWRITE)
         raise FileExistsError(f"{path} exists and is no ooc_embed store: choose another path")
 
 
-@contextmanager
-def claimed(path: Path, *, overwrite: bool) -> Iterator[DirectoryLock]:
-    """Make it an empty folder, with the writer's lock, for a store to be made in.
+def claim(path: Path, make: Callable[[DirectoryLock], _Made], *, overwrite: bool) -> _Made:
+    """Make it an empty folder, with the writer's lock, and make a store in it.
 
-    Where the body fails nothing is left.
+    Where that fails nothing is left. It is no ``with``, whose ``__exit__`` Ctrl-C may keep from all
+    that it would do.
+
+    Args:
+        path: the folder.
+        make: makes the store, and keeps the lock or closes it.
+        overwrite: as of `check_free`.
+
+    Returns:
+        What was made.
 
     Raises:
         FileExistsError: as `check_free`; another process was faster.
@@ -70,7 +79,7 @@ def claimed(path: Path, *, overwrite: bool) -> Iterator[DirectoryLock]:
         raise
     try:
         _clear(path)
-        yield lock
+        return make(lock)
     except BaseException:
         try:
             _clear(path)

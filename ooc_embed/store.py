@@ -19,6 +19,7 @@ from . import claim, durable
 from .arrays import array_facts, lengthen, make_arrays, read_metadata
 from .disk_facts import free_bytes, warn_of_network
 from .errors import CorruptStoreError, FormatError
+from .interrupts import uninterrupted
 from .lock import DirectoryLock, lock_holder
 from .log import ALIGNMENT
 from .manifest import ATTRIBUTE, Layout, Manifest
@@ -85,16 +86,19 @@ class Store:
         layout = Layout.plan(manifest, chunk_rows)
         _warn_if_short_of_space(path, layout)
         warn_of_network(path)
-        with claim.claimed(path, overwrite=overwrite) as lock:
-            make_arrays(path, manifest, layout)
+
+        def make(lock: DirectoryLock) -> Store:
+            with uninterrupted():  # zarr's own thread would go on to write into the folder
+                make_arrays(path, manifest, layout)
             checksums = {}
             for index, chunk in enumerate(rows(layout) if rows else ()):
                 checksums[index] = _write_chunk(path, index, chunk)
-            manifest = replace(manifest, checksums=checksums)
             durable.sync_tree(path)
-            _rename_manifest(path, _metadata({}, manifest))
+            _rename_manifest(path, _metadata({}, replace(manifest, checksums=checksums)))
             durable.sync_directory(path)
             return cls(path, lock)
+
+        return claim.claim(path, make, overwrite=overwrite)
 
     @classmethod
     def open(cls, path: Path, mode: str, commit: int | None = None) -> Store:
