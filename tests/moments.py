@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dis
 import functools
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -16,7 +15,7 @@ import ooc_embed
 
 PACKAGE = str(Path(ooc_embed.__file__).parent)
 # What the package enters on its way, and where a signal may come just as well.
-LIBRARY = ("contextlib.py", "threading.py")
+LIBRARY = ("contextlib.py",)
 _CALLS = ("CALL", "CALL_FUNCTION_EX", "CALL_KW", "RESUME")
 
 
@@ -63,13 +62,18 @@ def _moments(code: CodeType) -> frozenset[int]:
     return frozenset(found)
 
 
-@contextlib.contextmanager
-def signalled(number: int, which: signal.Signals = signal.SIGINT) -> Iterator[Moments]:
-    """Deliver a signal at a moment of the block, in this thread."""
+def signalled(
+    number: int, which: signal.Signals, call: Callable[[], Any]
+) -> tuple[Moments, BaseException | None]:
+    """Make a call in which a signal comes at a moment; and the exception that this left behind."""
     moments = Moments(number, which)
+    caught = None
     before = sys.gettrace()
     sys.settrace(moments.trace)
     try:
-        yield moments
+        call()
+    except (KeyboardInterrupt, SystemExit) as error:
+        caught = error
     finally:
         sys.settrace(before)
+    return moments, caught
