@@ -33,7 +33,7 @@ _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def count_maps() -> int:
-    with open("/proc/self/maps", "rb") as lines:
+    with Path("/proc/self/maps").open("rb") as lines:
         return sum(1 for _ in lines)
 
 
@@ -207,7 +207,7 @@ class Life:
 
     def open_reader(self, leave: int) -> None:
         self.save()
-        self.under(leave, "reader", lambda: self.read())
+        self.under(leave, "reader", self.read)
         self.read()
 
     def read(self) -> None:
@@ -246,9 +246,9 @@ class Life:
         self.train(leave)
         self.large_train(leave)
         self.again(leave, "commit", self.emb.commit)
-        self.again(leave, "state_dict", lambda: self.emb.state_dict())
+        self.again(leave, "state_dict", self.emb.state_dict)
         self.train(leave)
-        self.again(leave, "flush", lambda: self.emb.flush())
+        self.again(leave, "flush", self.emb.flush)
         self.roll_back(leave)
         self.snapshot(leave)
         self.open_reader(leave)

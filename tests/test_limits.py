@@ -24,12 +24,12 @@ HERE = Path(__file__).parent
     ],
 )
 def test_a_table_at_a_limit_of_the_system_says_so_loses_nothing_and_goes_on(
-    tmp_path: Path, limit: str, calls: set[str]
+    quick: Path, limit: str, calls: set[str]
 ) -> None:
     """Each call of its life is refused with what to do, or done; and is made again without."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE.parent}:{HERE}"}
     done = subprocess.run(
-        [sys.executable, str(HERE / "limited_child.py"), limit, str(tmp_path)],
+        [sys.executable, str(HERE / "limited_child.py"), limit, str(quick)],
         capture_output=True,
         text=True,
         env=environment,

@@ -6,7 +6,6 @@ its frames: what these hold must not hold anything else up.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import random
@@ -17,7 +16,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import crash_child
 import moments
 import numpy as np
 import pytest
@@ -28,7 +26,7 @@ import workload
 from effort import FULL
 
 import ooc_embed
-from ooc_embed import DiskEmbedding, evictor, report
+from ooc_embed import DiskEmbedding, report
 from ooc_embed.merging import Worker
 
 pytestmark = [
@@ -37,7 +35,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-SAMPLE = int(__import__("os").environ.get("SAMPLE", 4))
+SAMPLE = 3
 CACHE = workload.SMALL_CACHE
 
 
@@ -148,6 +146,18 @@ def _roll_back_to_the_newest(case: Case) -> Callable[[], Any]:
     return case.emb.rollback
 
 
+def _resize(case: Case) -> Callable[[], Any]:
+    """The new rows are those of another copy that grows."""
+    rows = workload.ROWS + 1000
+    (case.folder / "other").mkdir()
+    path = store_files.copied(case.emb.path, case.folder / "other" / "t.zarr")
+    with DiskEmbedding.open(path) as other:
+        other.resize(rows)
+        case.after.grow(other.weight[workload.ROWS :])
+
+    return lambda: case.emb.resize(rows)
+
+
 def _snapshot(case: Case) -> Callable[[], Any]:
     target = case.folder / "copy.zarr"
 
@@ -225,6 +235,7 @@ CALLS: list[Prepare] = [
     _step_beside_a_merge,
     _roll_back,
     _roll_back_to_the_newest,
+    _resize,
     _snapshot,
     _state_dict,
     _load_state_dict,
