@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 
 from .interrupts import uninterrupted
+from .memory import check_thread
 
 
 class Behind:
@@ -45,8 +46,9 @@ class Behind:
             before = self._threads[-1] if self._threads else None
             thread = threading.Thread(target=self._run, args=(call, before))
             try:
+                check_thread()
                 thread.start()
-            except RuntimeError:  # none may begin any more while the interpreter ends
+            except RuntimeError:  # none may begin, as while the interpreter ends
                 self._run(call, before)
             else:
                 self._threads.append(thread)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
 from . import durable
 from .errors import FormatError
@@ -17,6 +18,7 @@ from .lock import DirectoryLock
 from .manifest import ATTRIBUTE
 from .parsing import json_object
 
+_Made = TypeVar("_Made")
 _FOLDERS = ("table", "column", "log")
 _INNER = ("column/c", *(f"log/{n}{name}" for n in "01" for name in ("", "/rows", "/records")))
 # All files that a creation, finished or not, puts into its folder.
@@ -47,11 +49,19 @@ def check_free(path: Path, *, overwrite: bool, remedy: str = _OPEN_OR_OVERWRITE)
         raise FileExistsError(f"{path} exists and is no ooc_embed store: choose another path")
 
 
-@contextmanager
-def claimed(path: Path, *, overwrite: bool) -> Iterator[DirectoryLock]:
-    """Make it an empty folder, with the writer's lock, for a store to be made in.
+def claim(path: Path, make: Callable[[DirectoryLock], _Made], *, overwrite: bool) -> _Made:
+    """Make it an empty folder, with the writer's lock, and make a store in it.
 
-    Where the body fails nothing is left.
+    Where that fails nothing is left. It is no ``with``, whose ``__exit__`` Ctrl-C may keep from all
+    that it would do.
+
+    Args:
+        path: the folder.
+        make: makes the store, and keeps the lock or closes it.
+        overwrite: as of `check_free`.
+
+    Returns:
+        What was made.
 
     Raises:
         FileExistsError: as `check_free`; another process was faster.
@@ -72,7 +82,7 @@ def claimed(path: Path, *, overwrite: bool) -> Iterator[DirectoryLock]:
         raise
     try:
         _clear(path)
-        yield lock
+        return make(lock)
     except BaseException:
         try:
             _clear(path)

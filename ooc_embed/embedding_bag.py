@@ -89,28 +89,29 @@ class DiskEmbeddingBag(DiskLayer):
         overwrite: bool = False,
         chunk_rows: int | None = None,
     ) -> None:
-        table = creation.create_table(
-            Path(path).absolute(),
-            (num_embeddings, embedding_dim),
-            LayerArguments(
-                max_norm, norm_type, scale_grad_by_freq, step_on, mode, include_last_offset
-            ),
-            padding_idx=padding_idx,
-            rule=optimizer,
-            group_options={
-                "max_grad_norm": max_grad_norm,
-                "max_grad_value": max_grad_value,
-                "nonfinite": nonfinite,
-            },
-            init=init,
-            seed=seed,
-            dtype=dtype,
-            cache_bytes=cache_bytes,
-            keep_commits=keep_commits,
-            chunk_rows=chunk_rows,
-            overwrite=overwrite,
+        self._begin(
+            lambda: creation.create_table(
+                Path(path).absolute(),
+                (num_embeddings, embedding_dim),
+                LayerArguments(
+                    max_norm, norm_type, scale_grad_by_freq, step_on, mode, include_last_offset
+                ),
+                padding_idx=padding_idx,
+                rule=optimizer,
+                group_options={
+                    "max_grad_norm": max_grad_norm,
+                    "max_grad_value": max_grad_value,
+                    "nonfinite": nonfinite,
+                },
+                init=init,
+                seed=seed,
+                dtype=dtype,
+                cache_bytes=cache_bytes,
+                keep_commits=keep_commits,
+                chunk_rows=chunk_rows,
+                overwrite=overwrite,
+            )
         )
-        self._adopt(table)
 
     def _adopt(self, table: Table) -> None:
         module = table.manifest.module

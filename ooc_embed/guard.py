@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import os
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from operator import attrgetter
 from pathlib import Path
 
 from .errors import StoreError
@@ -25,7 +27,6 @@ class Guard:
         self._path = path
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._busy = False
 
     @property
     def forked(self) -> bool:
@@ -42,38 +43,70 @@ class Guard:
                 f"Open it with mode='r' in the child, or start workers with 'spawn'"
             )
 
-    @contextmanager
-    def reading(self) -> Iterator[None]:
-        """Run the body alone.
+    def reading(self, begin: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
+        """For ``with``: run the body alone.
+
+        Args:
+            begin: what comes before it, alone too.
 
         Raises:
             StoreError: this process may not use the table, or is in the middle of doing so.
         """
         # Checked before the lock is taken: in a forked child another thread may hold it for ever.
         self.check()
-        with self._lock:
-            self.check()
-            if self._busy:
-                raise StoreError(
-                    f"{self._path} was called in the middle of another of its operations, from a "
-                    f"signal handler or a hook: set a flag there, and call after the step"
-                )
-            self._busy = True
-            try:
-                yield
-            finally:
-                self._busy = False
+        if _is_mine(self._lock):
+            raise StoreError(
+                f"{self._path} was called in the middle of another of its operations, from a "
+                f"signal handler or a hook: set a flag there, and call after the step"
+            )
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Run the body, which changes the table, alone.
+        def checked() -> None:
+            self.check()  # it may have been closed meanwhile
+            begin()
+
+        return _Alone(self._lock, checked)
+
+    def writing(self, begin: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
+        """As `reading`, for a body that changes the table.
 
         Raises:
             StoreError: as `reading`, or the table is open to read.
         """
-        with self.reading():
+
+        def checked() -> None:
             if not self.writer:
                 raise StoreError(
                     f"{self._path} is open to read: open it with mode='r+' to change it"
                 )
-            yield
+            begin()
+
+        return self.reading(checked)
+
+
+class _Alone(AbstractContextManager[None]):
+    """Takes a lock for the body of a ``with``, however that ends.
+
+    Python runs signal handlers at the begin of functions written in Python, an ``__exit__`` among
+    them, which then does nothing. A notebook keeps the exception with all that its frames hold, so
+    the lock would stay taken. `with` looks this one up before it enters: it is the lock's own.
+    """
+
+    __exit__ = property(attrgetter("_lock.__exit__"))
+
+    def __init__(self, lock: _thread.RLock, begin: Callable[[], None]) -> None:
+        self._lock = lock
+        self._begin = begin
+
+    def __enter__(self) -> None:
+        try:
+            self._lock.acquire()
+            self._begin()
+        except BaseException:
+            if _is_mine(self._lock):
+                self._lock.release()
+            raise
+
+
+def _is_mine(lock: _thread.RLock) -> bool:
+    """Whether this thread has it: as `threading.Condition` asks its lock."""
+    return bool(lock._is_owned())  # type: ignore[attr-defined]

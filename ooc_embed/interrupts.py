@@ -26,9 +26,9 @@ def uninterrupted() -> Iterator[None]:
         for number in (signal.SIGINT, signal.SIGTERM)
         if callable(handler := signal.getsignal(number))
     }
-    for number in handlers:
-        signal.signal(number, lambda received, frame: pending.append((received, frame)))
     try:
+        for number in handlers:  # of which one may raise while others are put aside
+            signal.signal(number, lambda received, frame: pending.append((received, frame)))
         yield
     finally:
         try:

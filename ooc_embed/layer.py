@@ -66,18 +66,28 @@ class DiskLayer(TableModule):
         if commit is not None:
             creation.check_integer("commit", commit)
         self = cls.__new__(cls)
-        table = Table.open(Path(path).absolute(), mode, cache_bytes, commit)
-        if optimizer is None:
-            self._adopt(table)
-            return self
+        self._begin(
+            lambda: Table.open(Path(path).absolute(), mode, cache_bytes, commit),
+            lambda: self._take_rates(optimizer),
+        )
+        return self
+
+    def _take_rates(self, optimizer: Rule | None) -> None:
+        """Go on with the hyper-parameters of a rule, if one is given."""
+        if optimizer is not None:
+            check_same(self._table.rule, optimizer)
+            self.optimizer.param_groups[0].update(hyperparameters(optimizer))
+
+    def _begin(self, make: Callable[[], Table], then: Callable[[], object] = lambda: None) -> None:
+        """Be the layer of a table, which is let go of where that fails: after a Ctrl-C a notebook
+        keeps the traceback, and what is in it would stay locked."""
+        table = make()
         try:
-            check_same(table.rule, optimizer)
+            self._adopt(table)
+            then()
         except BaseException:
             table.close()
             raise
-        self._adopt(table)
-        self.optimizer.param_groups[0].update(hyperparameters(optimizer))
-        return self
 
     def _adopt(self, table: Table) -> None:
         super().__init__()
@@ -157,7 +167,11 @@ class DiskLayer(TableModule):
         if str(getattr(source, "dtype", "")).endswith("float64"):
             options.setdefault("dtype", torch.float64)
         self = cls(*source.shape, path=path, init=source, **options)
-        self.requires_grad_(not freeze)
+        try:
+            self.requires_grad_(not freeze)
+        except BaseException:  # as in `_begin`
+            self.close()
+            raise
         return self
 
     @classmethod
@@ -187,19 +201,21 @@ class DiskLayer(TableModule):
         """
         if not isinstance(embedding, cls._in_ram):
             raise TypeError(f"{cls.__name__} comes from {cls._in_ram.__name__}, got {embedding}")
-        table = conversion.to_disk(
-            embedding,
-            optimizer,
-            Path(path).absolute(),
-            cache_bytes=cache_bytes,
-            keep_commits=keep_commits,
-            step_on=step_on,
-            overwrite=overwrite,
-            chunk_rows=chunk_rows,
-        )
         self = cls.__new__(cls)
-        self._adopt(table)
-        return self.train(embedding.training).requires_grad_(embedding.weight.requires_grad)
+        self._begin(
+            lambda: conversion.to_disk(
+                embedding,
+                optimizer,
+                Path(path).absolute(),
+                cache_bytes=cache_bytes,
+                keep_commits=keep_commits,
+                step_on=step_on,
+                overwrite=overwrite,
+                chunk_rows=chunk_rows,
+            ),
+            lambda: self.train(embedding.training).requires_grad_(embedding.weight.requires_grad),
+        )
+        return self
 
     def reset_parameters(self) -> None:
         """Do nothing before the first step: the rows are those of ``init`` then, or assigned ones,

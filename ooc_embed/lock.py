@@ -33,10 +33,13 @@ class DirectoryLock:
         self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _locks.add(self)
         except BlockingIOError:
             self.close()
             raise LockedError(f"{path} is open for writing by {_holder_text(holder)}") from None
-        _locks.add(self)
+        except BaseException:  # Ctrl-C; who keeps its traceback would keep the lock
+            self.close()
+            raise
 
     def name_holder(self) -> None:
         """Write who holds the lock."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import math
 import mmap
 import os
 import weakref
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -20,6 +23,8 @@ _MADV_DONTFORK = 10
 _MADV_HUGEPAGE = 14
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _HUGE_PAGE = 2 << 20
+# More than it takes.
+_MAPS_OF_A_THREAD = 16
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.mmap.restype = ctypes.c_void_p
@@ -33,6 +38,7 @@ libc.mmap.argtypes = [
 ]
 libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 libc.syscall.restype = ctypes.c_long
 
 
@@ -80,9 +86,49 @@ def map_memory(address: int, nbytes: int, flags: int, fd: int, *, writable: bool
     result = libc.mmap(address, nbytes, protection, flags, fd, 0)
     if result == _MAP_FAILED:
         code = ctypes.get_errno()
-        raise OSError(code, f"mmap of {nbytes:,} bytes: {os.strerror(code)}")
+        raise OSError(code, f"mmap of {nbytes:,} bytes: {os.strerror(code)}{_too_many_maps(code)}")
     libc.madvise(result, nbytes, _MADV_DONTFORK)
     return int(result)
+
+
+def check_thread() -> None:
+    """See that a thread can begin here: its stack and its heap are maps of their own.
+
+    Python does not: it waits for ever for a thread that dies of that.
+
+    Raises:
+        RuntimeError: it cannot, as Python itself says where the system refuses one.
+    """
+    pages = 2 * _MAPS_OF_A_THREAD
+    address = libc.mmap(
+        0, pages * PAGE, mmap.PROT_READ, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0
+    )
+    if address == _MAP_FAILED:
+        raise RuntimeError("can't start new thread: no memory")
+    try:
+        for page in range(0, pages, 2):  # each makes two maps of one
+            if libc.mprotect(address + page * PAGE, PAGE, mmap.PROT_READ | mmap.PROT_WRITE):
+                raise RuntimeError("can't start new thread: too many maps")
+    finally:
+        libc.munmap(address, pages * PAGE)
+
+
+def _too_many_maps(code: int) -> str:
+    """What to do where a process has all the maps it may have; "" where that is not the reason."""
+    if code != errno.ENOMEM:
+        return ""
+    with suppress(OSError, ValueError):
+        most = int(Path("/proc/sys/vm/max_map_count").read_text())
+        with Path("/proc/self/maps").open("rb") as lines:
+            count = sum(1 for _ in lines)
+        # One that splits another takes two more.
+        if count + 2 >= most:
+            return (
+                f". This process has {count:,} maps, vm.max_map_count allows {most:,}: raise it, "
+                f"as by sysctl -w vm.max_map_count={4 * most}, or make tables with larger "
+                f"chunk_rows, which have fewer files"
+            )
+    return ""
 
 
 def unmap(address: int, nbytes: int, pid: int) -> None:

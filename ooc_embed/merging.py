@@ -20,7 +20,7 @@ from .errors import CorruptStoreError, StoreError
 from .interrupts import uninterrupted
 from .log import RecordLog
 from .mapped import HeldFile
-from .memory import page_aligned
+from .memory import check_thread, page_aligned
 from .merge import NewestRecords
 from .store import Store
 from .warning import warn
@@ -34,6 +34,15 @@ _UNSETTLED = 16
 
 class Worker(threading.Thread):
     """A thread that works on a store beside the one that has it."""
+
+    def start(self) -> None:
+        """Begin.
+
+        Raises:
+            RuntimeError: the system has no room for another thread.
+        """
+        check_thread()
+        super().start()
 
 
 class Merge:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -316,18 +316,19 @@ class OpenTable:
         """Whether this is a child of the process that opened it."""
         return self._guard.forked
 
-    @contextmanager
-    def writing(self) -> Iterator[None]:
-        """Do something that changes the table, alone.
+    def writing(self) -> AbstractContextManager[None]:
+        """For ``with``: do something that changes the table, alone.
 
         Raises:
             StoreError: this process may not write the table, or is in the middle of doing so, or
                 the disk has failed for good.
         """
-        with self._guard.writing():
+
+        def begin() -> None:
             self._storage.check()
             self._storage.settle()
-            yield
+
+        return self._guard.writing(begin)
 
     def close(
         self, param_groups: list[dict[str, Any]] | None = None, *, flush: bool = False

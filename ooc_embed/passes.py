@@ -10,8 +10,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -117,9 +116,9 @@ class Pass:
         armed.sort(key=lambda staged: id(staged.optimizer.table))
         now = [staged for staged in armed if not staged.optimizer.waits]
         later = [staged for staged in armed if staged.optimizer.waits]
-        with torch.no_grad(), ExitStack() as held:
-            for staged in now:
-                held.enter_context(staged.optimizer.table.writing())
+        stepped: list[TableOptimizer] = []
+
+        def step_all() -> None:
             for staged in armed:
                 check_not_gone_back(staged.optimizer.table, staged.rollbacks)
             prepared = [
@@ -130,11 +129,14 @@ class Pass:
                 for optimizer, step in prepared:
                     if step is not None:
                         optimizer.apply(step)
+                        stepped.append(optimizer)
             for staged in later:
                 staged.optimizer.stage(*coalesce(staged.blocks))
-        for optimizer, step in prepared:
-            if step is not None:
-                optimizer.step()
+
+        with torch.no_grad():
+            _alone([staged.optimizer.table for staged in now], step_all)
+        for optimizer in stepped:
+            optimizer.step()
         scaled = [each.optimizer for each in later if each.optimizer.step_on == "backward"]
         try:
             for optimizer in scaled:
@@ -142,6 +144,16 @@ class Pass:
         finally:
             for optimizer in scaled:
                 optimizer.zero_grad()
+
+
+def _alone(tables: Sequence[Table], call: Callable[[], None]) -> None:
+    """Call while nobody else uses these tables: a ``with`` for each, as an ExitStack may forget
+    one that Ctrl-C follows at once."""
+    if not tables:
+        call()
+        return
+    with tables[0].writing():
+        _alone(tables[1:], call)
 
 
 # Takes unique rows (m,) and for each id the index of its row (n,); gives the ids' weights (n, D).

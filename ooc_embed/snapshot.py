@@ -13,6 +13,7 @@ from pathlib import Path
 from . import claim, durable
 from .arrays import METADATA
 from .disk_facts import free_bytes, warn_of_network
+from .lock import DirectoryLock
 from .log import files_of
 from .progress import progress
 from .store import Store
@@ -35,8 +36,9 @@ def snapshot(store: Store, path: Path) -> None:
     claim.check_free(path, overwrite=False, remedy="choose another path for the snapshot")
     files = list(_files(store))
     warn_of_network(path)
-    links = True
-    with claim.claimed(path, overwrite=False) as lock:
+
+    def make(lock: DirectoryLock) -> None:
+        links = True
         for place, (file, may_link) in enumerate(progress(files, "making a snapshot", "file")):
             target = path / file.relative_to(store.path)
             durable.make_directory(target.parent)
@@ -49,6 +51,8 @@ def snapshot(store: Store, path: Path) -> None:
         durable.sync_tree(path)
         store.name_copy(path)
         lock.close()
+
+    claim.claim(path, make, overwrite=False)
 
 
 def _check_space(path: Path, nbytes: int) -> None:

@@ -91,17 +91,20 @@ class Store:
         layout.check()
         _warn_if_short_of_space(path, layout)
         warn_of_network(path)
-        with claim.claimed(path, overwrite=overwrite) as lock:
+
+        def make(lock: DirectoryLock) -> Store:
             make_arrays(path, manifest, layout)
             checksums = {}
             for index, chunk in enumerate(rows(layout) if rows else ()):
                 if chunk is not None:
                     checksums[index] = _write_chunk(path, index, chunk)
-            manifest = finish(replace(manifest, checksums=checksums))
             durable.sync_tree(path)
-            _rename_manifest(path, _metadata({}, manifest))
+            made = finish(replace(manifest, checksums=checksums))
+            _rename_manifest(path, _metadata({}, made))
             durable.sync_directory(path)
             return cls(path, lock)
+
+        return claim.claim(path, make, overwrite=overwrite)
 
     @classmethod
     def open(cls, path: Path, mode: str, commit: int | None = None) -> Store:

@@ -20,6 +20,7 @@ import signal
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -352,7 +353,56 @@ def soak(**arguments: Any) -> None:
     soak_child.live(**arguments)
 
 
+def pattern(emb: Any, rows: Any) -> Any:
+    """What rows are at a commit of `write_pattern`, by its learning rate: exact in float64."""
+    number = int(emb.optimizer.param_groups[0]["lr"])
+    return (number + (number > 0) * rows.double() / 1024).unsqueeze(1).expand(-1, emb.embedding_dim)
+
+
+def write_pattern(emb: Any, number: int, how: str = "commit") -> None:
+    """Commit rows that say which commit they are of, as its learning rate does."""
+    import torch
+
+    emb.optimizer.param_groups[0]["lr"] = float(number)
+    rows = torch.arange(emb.num_embeddings)
+    emb.weight[rows] = pattern(emb, rows)
+    getattr(emb, how)()
+
+
+def write_patterns(path: str, seed: int, rounds: int) -> None:
+    """Commit, merge, go back and take checkpoints, in a random order."""
+    import ooc_embed
+
+    rng = random.Random(seed)
+    emb: Any = ooc_embed.DiskEmbedding.open(path, cache_bytes=1 << 15)
+    report("opened")
+    warnings.filterwarnings("ignore", ".*gives up commit")
+    for number in range(2, rounds):
+        if rng.random() < 0.2:
+            emb.rollback(rng.choice(list(emb.commits())))
+        else:
+            write_pattern(emb, number, rng.choice(["commit", "commit", "flush", "state_dict"]))
+    emb.close()
+
+
+def read_when_told(path: str, fifo: str) -> None:
+    """Stay open; read the rows that are asked for, and say whether they are those of the commit."""
+    import torch
+
+    import ooc_embed
+
+    emb: Any = ooc_embed.DiskEmbedding.open(path, mode="r")
+    report("reads", emb.optimizer.param_groups[0]["lr"])
+    with Path(fifo).open() as lines:
+        for line in lines:
+            rows = torch.arange(*map(int, line.split()))
+            report("read", torch.equal(emb(rows).detach(), pattern(emb, rows)))
+    os._exit(0)
+
+
 TASKS = {
+    "write patterns": write_patterns,
+    "read when told": read_when_told,
     "train": train_until_killed,
     "create": create_and_say_so,
     "interrupts": train_through_interrupts,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import os
 import re
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import scripted
 import store_files
@@ -274,6 +276,138 @@ def test_a_store_is_read_on_a_full_disk(small_disk: Path) -> None:
     filler.unlink(missing_ok=True)
     pair.train(1)
     pair.check_reopened()
+
+
+def test_a_full_disk_at_a_growth_leaves_the_old_length_and_it_grows_later(small_disk: Path) -> None:
+    pair = Pair(table(small_disk / "t.zarr"))
+    pair.train(3)
+    filler = fill(small_disk)
+    with pytest.raises(OSError) as error:
+        pair.emb.resize(5000)
+    assert_names_needed_and_free(error.value)
+    assert pair.emb.num_embeddings == 3000
+    pair.check()
+    filler.unlink()
+    pair.emb.resize(5000)
+    assert pair.emb.num_embeddings == 5000
+    assert not pair.emb.weight[3000:].any()
+    pair.emb.flush()
+    want = pair.shadow.state().fields["weight"]
+    torch.testing.assert_close(pair.emb.weight[:3000], torch.from_numpy(want))
+    pair.emb.close()
+    assert report.verify(small_disk / "t.zarr") == []
+
+
+def test_a_full_disk_at_a_snapshot_leaves_nothing_there_and_it_is_made_later(
+    small_disk: Path,
+) -> None:
+    pair = Pair(table(small_disk / "t.zarr"))
+    pair.train(3)
+    pair.emb.commit()
+    filler = fill(small_disk)
+    with pytest.raises(OSError) as error:
+        pair.emb.snapshot(small_disk / "copy.zarr")
+    assert error.value.errno == errno.ENOSPC
+    assert not (small_disk / "copy.zarr").exists()
+    pair.train(1)
+    filler.unlink()
+    pair.emb.snapshot(small_disk / "copy.zarr")
+    assert report.verify(small_disk / "copy.zarr") == []
+    with DiskEmbedding.open(small_disk / "copy.zarr", mode="r") as other:
+        workload.assert_table_is(other, pair.shadow.state())
+    pair.check_reopened()
+
+
+@pytest.mark.filterwarnings("ignore:.*gives up commit")
+@pytest.mark.parametrize("leave", [0, 4096])
+def test_a_full_disk_at_a_checkpoint_or_a_rollback_loses_nothing(
+    small_disk: Path, leave: int
+) -> None:
+    pair = Pair(table(small_disk / "t.zarr", keep_commits=2))
+    pair.train(2)
+    pair.emb.flush()
+    committed = copy.deepcopy(pair.shadow)
+    pair.train(2)
+    filler = fill(small_disk, leave)
+    with pytest.raises(OSError) as error:
+        pair.emb.state_dict()
+    assert_names_needed_and_free(error.value)
+    pair.check()
+    # To go back writes a manifest at most: there may be room for that, or there is none.
+    try:
+        pair.emb.rollback()
+    except OSError as late:
+        assert_names_needed_and_free(late)
+        pair.check()
+    else:
+        pair.shadow = committed
+    filler.unlink()
+    pair.emb.state_dict()
+    pair.train(2)
+    pair.check_reopened()
+
+
+@pytest.mark.parametrize("pages", range(3))
+def test_a_disk_with_room_for_all_but_the_manifest_keeps_the_commit_before(
+    small_disk: Path, pages: int
+) -> None:
+    """Nothing but hyper-parameters changes, so the manifest is all that is written."""
+    pair = Pair(table(small_disk / "t.zarr"))
+    pair.train(2)
+    pair.emb.commit()
+    number = max(pair.emb.commits())
+    filler = fill(small_disk, pages * 4096)
+    pair.emb.optimizer.param_groups[0]["lr"] = pair.shadow.optimizer.param_groups[0]["lr"] = 0.05
+    try:
+        pair.emb.commit()
+    except OSError as error:
+        assert_names_needed_and_free(error)
+        assert store_files.newest_commit(pair.emb.path)["commit"] == number
+    else:
+        assert pages
+    filler.unlink()
+    pair.train(1)
+    pair.check_reopened()
+
+
+def test_a_disk_that_fills_up_while_it_is_trained_stops_and_goes_on(small_disk: Path) -> None:
+    """The log grows until there is no room for more of it."""
+    pair = Pair(table(small_disk / "t.zarr", cache_bytes=600 * 13 * 8))
+    filler = fill(small_disk, leave=400_000)
+    error = None
+    for _ in range(40):
+        ids, grads = pair.batch()
+        try:
+            workload.train(pair.emb, ids, grads)
+            pair.shadow.train(ids, grads)
+            pair.emb.commit()
+        except OSError as caught:
+            error = caught
+            break
+    assert error is not None
+    assert_names_needed_and_free(error)
+    filler.unlink()
+    pair.check()
+    with contextlib.suppress(OSError):
+        pair.emb.commit()  # tells of a merge that failed, too
+    pair.train(3)
+    pair.check_reopened()
+
+
+def test_a_full_disk_at_an_import_from_a_file_leaves_no_store(small_disk: Path) -> None:
+    rows = torch.randn(3000, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    file = small_disk.parent / "rows.npy"
+    np.save(file, rows.numpy())
+    path = small_disk / "t.zarr"
+    filler = fill(small_disk, leave=220_000)
+    with pytest.warns(UserWarning, match="free"), pytest.raises(OSError) as error:
+        DiskEmbedding.from_pretrained(file, path=path, chunk_rows=1024)
+    assert_names_needed_and_free(error.value)
+    assert not path.exists()
+    filler.unlink()
+    with DiskEmbedding.from_pretrained(file, path=path, chunk_rows=1024) as emb:
+        assert torch.equal(emb.weight[:], rows)
+    assert report.verify(path) == []
 
 
 # A disk that fails at any one call

@@ -106,6 +106,16 @@ class Shadow:
             self.version[rows.numpy()] += 1
         self.train(played.ids, played.grads)
 
+    def grow(self, rows: torch.Tensor) -> None:
+        """Have these new rows behind the others, without moments."""
+        weight = self.module.weight
+        state = self.optimizer.state[weight]
+        for name in FIELDS[1:]:
+            state[name] = torch.cat([state[name], torch.zeros_like(rows)])
+        weight.data = torch.cat([weight.data, rows])
+        self.module.num_embeddings = len(weight)
+        self.version = np.concatenate([self.version, np.zeros(len(rows), np.int64)])
+
     def state(self) -> State:
         weight = self.module.weight.detach()
         moments = self.optimizer.state.get(self.module.weight, {})
