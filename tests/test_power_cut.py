@@ -52,7 +52,7 @@ IMPORTED = 50
 CUT, KILLED, CUT_THEN, FAILING = (1.0, 1.0, 0.04, 1.0) if FULL else (0.08, 0.004, 0.04, 0.012)
 # Few manifests name what an unfinished merge has done, and few calls come between a rename and its
 # sync: a sample could miss them.
-RARE = 12
+RARE = 4
 # None of what is not safe, half of it, all of it: the last is a killed process.
 KEPT = (0.0, 0.5, 1.0)
 
@@ -79,7 +79,7 @@ def at_once(call: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def stopping_merges(path: Path, chunks: int) -> Iterator[None]:
-    """Let a merge that begins in the block end behind so many chunks, which nobody has settled."""
+    """Let the merges in the block end behind so many chunks, and then at once."""
     real, left = Merge._next, iter(range(chunks))
 
     def next_chunk(self: Merge) -> int | None:
@@ -168,10 +168,10 @@ def script(
         run.shadow.train(ids, grads)
     with stopping_merges(path, chunks=3):
         done()
-    for index in (13, 14):
-        play(index)
-        done()
-    do(emb.close)
+        for index in (13, 14):
+            play(index)
+            done()
+        do(emb.close)
     returned()
     emb = do(lambda: DiskEmbedding.open(path, cache_bytes=workload.SMALL_CACHE))
     run.emb = emb
