@@ -40,7 +40,8 @@ from soak_watch import Watch, check_flat, first_and_last, is_merging, ooms, peak
 from ooc_embed import DiskEmbedding, memory_limit, report
 from ooc_embed.disk_facts import file_system
 
-# Of a table that is on the disk and is being trained in float32, against float64 in RAM.
+# Of a table that is on the disk and is being trained in float32, against float64 in RAM: relative to
+# the value, and to the largest of its row.
 CLOSE = {"weight": (1e-4, 1e-5), "exp_avg": (1e-4, 1e-6), "exp_avg_sq": (1e-4, 1e-9)}
 # How a life ends, how often. Signals that can be handled close the table.
 SIGNALS = {signal.SIGKILL: 7, signal.SIGTERM: 1, signal.SIGINT: 1}
@@ -122,9 +123,15 @@ class Reference:
         assert lr == state.lr, f"lr {lr} at step {step}, {state.lr} was set"
         for name, (rtol, atol) in CLOSE.items():
             want = state.fields[name]
-            apart = float((np.abs(found[name] - want) / (atol + rtol * np.abs(want))).max())
-            self.differences[name] = max(self.differences[name], apart)
-            np.testing.assert_allclose(found[name], want, rtol, atol, err_msg=f"{name} at {step}")
+            # A column near zero of a row of large gradients has their rounding.
+            scale = np.maximum(np.abs(want).max(axis=1, keepdims=True), 1.0)
+            apart = np.abs(found[name] - want) / (atol * scale + rtol * np.abs(want))
+            self.differences[name] = max(self.differences[name], float(apart.max()))
+            row, column = np.unravel_index(int(apart.argmax()), apart.shape)
+            assert apart.max() <= 1, (
+                f"{name} of row {self.rows[row]} at step {step}, column {column}: "
+                f"{found[name][row, column]}, {want[row, column]} was expected"
+            )
 
     def _state_like(self, step: int, version: NDArray[Any], lr: float) -> workload.State:
         """After `step` rounds, and perhaps the begin of one more: an interrupt may cut it off

@@ -49,7 +49,7 @@ SEED = 5
 IMPORTED = 50
 # Of the calls, those ahead of which the power is cut, those at which the process is killed, those
 # of the next process ahead of which the power is cut then, and those that fail.
-CUT, KILLED, CUT_THEN, FAILING = (1.0, 1.0, 0.04, 1.0) if FULL else (0.08, 0.004, 0.04, 0.012)
+CUT, KILLED, CUT_THEN, FAILING = (1.0, 0.25, 0.04, 1.0) if FULL else (0.08, 0.004, 0.04, 0.012)
 # Few manifests name what an unfinished merge has done, and few calls come between a rename and its
 # sync: a sample could miss them.
 RARE = 4
