@@ -40,8 +40,8 @@ from soak_watch import Watch, check_flat, first_and_last, is_merging, ooms, peak
 from ooc_embed import DiskEmbedding, memory_limit, report
 from ooc_embed.disk_facts import file_system
 
-# Of a table that is on the disk and is being trained in float32, against float64 in RAM: relative to
-# the value, and to the largest of its row.
+# Of a table that is on the disk and is being trained in float32, against float64 in RAM: relative
+# to the value, and to the largest of its row.
 CLOSE = {"weight": (1e-4, 1e-5), "exp_avg": (1e-4, 1e-6), "exp_avg_sq": (1e-4, 1e-9)}
 # How a life ends, how often. Signals that can be handled close the table.
 SIGNALS = {signal.SIGKILL: 7, signal.SIGTERM: 1, signal.SIGINT: 1}
