@@ -165,8 +165,6 @@ def array_facts(layout: Layout) -> dict[str, dict[str, Any]]:
             "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": list(chunks)}},
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
             "codecs": [{"name": "bytes", "configuration": {"endian": "little"}}],
-            "fill_value": _fill_value(name),
-            "dimension_names": list(_dimension_names(name)),
         }
         for name, (shape, chunks, dtype) in _array_shapes(layout).items()
     }
@@ -185,8 +183,16 @@ def damage_for_others(path: Path, manifest: Manifest, layout: Layout) -> list[st
         "codecs": [{"name": "vlen-utf8", "configuration": {}}],
         "dimension_names": ["column"],
     }
+    of_arrays = {
+        name: {
+            "fill_value": _fill_value(name),
+            "dimension_names": list(_dimension_names(name)),
+        }
+        for name in _array_shapes(layout)
+    }
+    wanted = {"": group, **dict.fromkeys(_GROUPS, group), "column": column, **of_arrays}
     problems = []
-    for name, facts in {"": group, **dict.fromkeys(_GROUPS, group), "column": column}.items():
+    for name, facts in wanted.items():
         try:
             check_metadata(path, {name: facts})
         except FormatError as error:

@@ -133,6 +133,8 @@ def _what_is_there(path: Path) -> str:
     if not path.is_dir():
         return "foreign"
     if (path / "zarr.json").exists():
+        if not (path / "zarr.json").is_file():
+            return "foreign"
         try:
             attributes = json_object((path / "zarr.json").read_bytes())["attributes"]
             return "store" if ATTRIBUTE in dict(attributes) else "foreign"

@@ -44,7 +44,7 @@ class Guard:
             )
 
     def reading(self, begin: Callable[[], None] = lambda: None) -> AbstractContextManager[None]:
-        """For ``with``: run the body alone.
+        """For ``with`` (no ExitStack finds the end of it): run the body alone.
 
         Args:
             begin: what comes before it, alone too.

@@ -81,6 +81,8 @@ def lock_holder(path: Path, holder: Path) -> str | None:
 
 def _holder_text(holder: Path) -> str:
     try:
+        if not holder.is_file():  # a pipe would be waited for
+            return "another process"
         facts = json_object(holder.read_bytes())
         pid, host = integer(facts["pid"]), text(facts["host"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -37,7 +37,7 @@ _LOG_ROWS_PER_FILE = 1 << 20
 _SMALLEST_LOG = 8 * ALIGNMENT
 # Addresses that a process has, on most machines; and far more files than one can have open.
 _MOST_BYTES = 1 << 47
-_MOST_FILES = 1 << 20
+_MOST_MAPPED_FILES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Manifest:
             if _CHECKSUM in value and (found := _crc32(value)) != value[_CHECKSUM]:
                 raise ValueError(
                     f"its checksum is {found}, {value[_CHECKSUM]!r} was written: it was changed by "
-                    f"hand, or bits flipped"
+                    f"hand, or bits flipped. Put the file back from a copy"
                 )
             manifest = cls(
                 table_id=text(value["table_id"]),
@@ -167,8 +167,17 @@ class Manifest:
 
 def _crc32(value: dict[str, Any]) -> int:
     """The checksum of a manifest without it, however the file is laid out."""
-    value = {name: part for name, part in value.items() if name != _CHECKSUM}
+    value = {name: _plain(part) for name, part in value.items() if name != _CHECKSUM}
     return zlib.crc32(json.dumps(value, sort_keys=True, allow_nan=False).encode())
+
+
+def _plain(value: Any) -> Any:
+    """Whole floats as integers: not everyone who writes JSON again tells 1.0 from 1."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(part) for part in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _checksums_to_json(checksums: dict[int, int]) -> dict[str, int]:
@@ -251,12 +260,12 @@ class Layout:
 
     def check(self) -> None:
         """Raise a ValueError where no process could have all of these files mapped."""
-        if self.mapped_bytes > _MOST_BYTES or self.num_files > _MOST_FILES:
+        if self.mapped_bytes > _MOST_BYTES or self.num_files > _MOST_MAPPED_FILES:
             raise ValueError(
                 f"{self.num_embeddings:,} rows of {self.record_bytes:,} bytes, in files of "
                 f"{self.chunk_rows:,} rows, would be up to {self.mapped_bytes:,} bytes in "
                 f"{self.num_files:,} files with their logs: {_MOST_BYTES:,} bytes in "
-                f"{_MOST_FILES:,} files are possible"
+                f"{_MOST_MAPPED_FILES:,} files are possible. Take larger chunk_rows, or fewer rows"
             )
 
     @property

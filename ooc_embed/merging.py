@@ -22,6 +22,7 @@ from .log import RecordLog
 from .mapped import HeldFile
 from .memory import check_thread, page_aligned
 from .merge import NewestRecords
+from .soundness import check_log
 from .store import Store
 from .warning import warn
 
@@ -232,12 +233,27 @@ class Merge:
     def _plan(self) -> NewestRecords:
         if self._newest is None:
             layout = self._store.layout
+            self._check_log()
             newest = NewestRecords(self.log, layout.chunk_rows, layout.num_chunks)
             todo = [index for index in newest.chunks() if index not in self._merged]
             with self._changed:
                 self._newest, self._todo, self._left = newest, deque(todo), len(todo)
                 self._changed.notify_all()
         return self._newest
+
+    def _check_log(self) -> None:
+        """See that the log's records are what was written, which chunks would certify.
+
+        Raises:
+            CorruptStoreError: they are not; nothing is merged then.
+        """
+        generation = self.log.committed.generation
+        if problems := check_log(self._store, generation).problems:
+            raise CorruptStoreError(
+                f"{problems[0]}. Nothing is merged from it: close the table, and put the file back "
+                f"from a copy or a snapshot, or make a store of the rest by `ooc-embed verify "
+                f"{self._store.path} --salvage OUT`"
+            )
 
     def _next(self) -> int | None:
         """Wait for a chunk to merge, and let go of files meanwhile; None when the merge is over."""

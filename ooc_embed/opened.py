@@ -378,11 +378,12 @@ class OpenTable:
 def _no_room(
     path: Path, layout: Layout, error: OSError, outcome: str = "", remedy: str = ""
 ) -> OSError:
-    return OSError(
-        error.errno,
+    text = (
         f"{path}: a table of {layout.num_embeddings:,} rows has no room in this process ({error})"
-        f"{outcome}. Raise the limit of its memory, or open it with a smaller cache_bytes{remedy}",
     )
+    if "vm.max_map_count" not in str(error):  # that says what to do
+        outcome += f". Raise the limit of its memory, or open it with a smaller cache_bytes{remedy}"
+    return OSError(error.errno, text + outcome)
 
 
 def field_spans(fields: Mapping[str, int]) -> dict[str, slice]:

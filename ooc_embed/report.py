@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,8 +13,10 @@ from .errors import CorruptStoreError, StoreError
 from .manifest import Manifest
 from .mapped import announces_in_batches
 from .merge import NewestRecords
-from .soundness import ChunkCheck, check_log, explained, newest_records
+from .soundness import ChunkCheck, check_log, newest_records
 from .store import Store, chunk_files, holder
+
+_OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def describe(path: str | Path) -> str:
@@ -68,6 +71,9 @@ def verify(path: str | Path) -> list[str]:
     Returns:
         What is wrong, a line each; empty if all is sound. Lines name files, and of chunk files the
         rows, of logs the commits that need them.
+
+    Raises:
+        OSError: this process has no memory, or no file descriptors, for it.
     """
     store_path = Path(path)
     for _ in range(100):
@@ -77,6 +83,8 @@ def verify(path: str | Path) -> list[str]:
             if not problems or not store.has_changed():
                 return problems
         except (StoreError, OSError) as error:
+            if isinstance(error, OSError) and error.errno in _OF_THE_PROCESS:
+                raise
             return [str(error)]
     return [f"{store_path} changed each time it was read"]
 
@@ -92,8 +100,8 @@ def _verify(store: Store) -> list[str]:
             if state is commit.sealed and log.readable:
                 try:
                     sealed = newest_records(store, state, closing)
-                except (CorruptStoreError, OSError) as error:  # it was sound just now
-                    problems.append(explained(error))
+                except CorruptStoreError as error:  # it was sound just now
+                    problems.append(str(error))
         return problems + _check_chunks(store, sealed)
 
 

@@ -1,7 +1,7 @@
 """Makes a new store of what is sound in a damaged one. Knows the formats; changes nothing there.
 
-Each row of the new store is as some commit left it, or begins anew: what fails its checksum is
-never taken.
+Each row of the new store is as some commit left it, or begins anew. What fails its checksum is not
+taken; where a kill left a chunk file without one, it is taken if it has the merged log's rows.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Salvage:
         num_embeddings: rows of the table.
         lost: ``(n,) int64``, ascending: rows that begin anew.
         older: how many others may be older than the commit, None if that is not known.
+        unchecked: chunk files without a checksum, which have their log's rows: of a killed merge.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class Salvage:
     num_embeddings: int
     lost: np.ndarray
     older: int | None
+    unchecked: int
 
     def __str__(self) -> str:
         good = self.num_embeddings - len(self.lost)
@@ -64,6 +66,11 @@ class Salvage:
             lines.append(f"{count} of them are older: the log of what was trained since is damaged")
         if len(self.lost):
             lines.append(f"lost rows, which begin anew ({len(self.lost):,}): {_ranges(self.lost)}")
+        if self.unchecked:
+            lines.append(
+                f"{self.unchecked:,} chunk files are of a merge that was killed, and have no "
+                f"checksum: their rows that were not merged could not be checked"
+            )
         lines.append(f"go on with ooc_embed.{self.layer}.open({str(self.path)!r})")
         return "\n".join(lines)
 
@@ -79,6 +86,8 @@ def salvage(path: str | Path, out: str | Path) -> Salvage:
     The new store has that one commit, under its number, and takes as much of the disk as its rows.
     Where all rows are as of that commit, checkpoints of it are the new store's, too; else of none
     is. In memory it takes a chunk, a byte a row, 8 bytes a lost row and 2 a record of the logs.
+
+    Attributes that others put beside the manifest are left behind.
 
     A writer may have the store open: this is the store of the moment at which it was read; what a
     merge replaces meanwhile is read again.
@@ -96,8 +105,12 @@ def salvage(path: str | Path, out: str | Path) -> Salvage:
         store = Store.open(path, "r")
         try:
             return _salvage(store, out)
-        except (CorruptStoreError, OSError):
+        except CorruptStoreError:
             if not store.has_changed():
+                raise
+        except OSError as error:
+            of_store = error.filename is not None and Path(error.filename).is_relative_to(path)
+            if not of_store or not store.has_changed():
                 raise
     raise StoreError(f"{path} changed {_READ_ATTEMPTS} times while it was being read")
 
@@ -123,14 +136,15 @@ def _salvage(store: Store, out: Path) -> Salvage:
             merged = newest_records(store, sealed, closing)
         # Those that the merge of a log brought into being have no other rows than that log.
         named = set(manifest.checksums if sealed in logs else manifest.checksums | manifest.merged)
-        rows = _SoundRows(store, list(records.values()), ChunkCheck(store, merged), named)
+        check = ChunkCheck(store, merged)
+        rows = _SoundRows(store, list(records.values()), check, named)
 
         def finish(created: Manifest) -> Manifest:
             exact = len(rows.lost) == 0 and _count(older, rows.lost) == 0
             written = replace(commit, rows_written=rows.written)
-            return replace(created, history=_alone(manifest.history, commit, written, exact))
+            return replace(created, history=_history_of(manifest.history, commit, written, exact))
 
-        alone = _alone(manifest.history, commit, commit, exact=False)
+        alone = _history_of(manifest.history, commit, commit, exact=False)
         first = replace(manifest, history=alone, checksums={}, merged={})
         chunk_rows = store.layout.chunk_rows
         Store.create(out, first, chunk_rows, rows.chunks, overwrite=False, finish=finish).close()
@@ -143,6 +157,7 @@ def _salvage(store: Store, out: Path) -> Salvage:
         num_embeddings=commit.num_embeddings,
         lost=rows.lost,
         older=_count(older, rows.lost),
+        unchecked=len(check.unchecked),
     )
 
 
@@ -181,7 +196,7 @@ def _count(older: np.ndarray | None, lost: np.ndarray) -> int | None:
     return None if older is None else int(older.sum() - older[lost].sum())
 
 
-def _alone(history: History, commit: Commit, as_written: Commit, exact: bool) -> History:
+def _history_of(history: History, commit: Commit, as_written: Commit, exact: bool) -> History:
     """The history of a store that has this commit alone, in no log.
 
     Checkpoints that name the commit are the new store's if it is ``exact``; else another word keeps

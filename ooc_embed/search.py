@@ -14,7 +14,10 @@ _SCORES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cosine": lambda queries, rows: (
         functional.normalize(queries, dim=1) @ functional.normalize(rows, dim=1).T
     ),
-    "l2": lambda queries, rows: -torch.cdist(queries, rows),
+    # By a product of matrices a row would be 3e-4 from itself.
+    "l2": lambda queries, rows: (
+        -torch.cdist(queries, rows, compute_mode="donot_use_mm_for_euclid_dist")
+    ),
 }
 
 

@@ -1,7 +1,7 @@
 """Which files of a store are what its manifest says. Knows the formats; changes nothing.
 
-They are read by plain calls: a page that the disk cannot read is an error then, where a map of it
-would end the process.
+Checksums are compared by plain calls: a page that the disk cannot read is an error then, where a
+map of it would end the process.
 """
 
 from __future__ import annotations
@@ -108,12 +108,14 @@ class ChunkCheck:
 
     Attributes:
         unsure: chunks that an unfinished merge may have replaced, or brought into being.
+        unchecked: those of them that were accepted for the log's rows, without a checksum.
     """
 
     def __init__(self, store: Store, sealed: NewestRecords | None) -> None:
         self._store = store
         self._sealed = sealed
         chunks = sealed.chunks() if sealed is not None else []
+        self.unchecked: list[int] = []
         self.unsure = set(chunks) - store.manifest.merged.keys()
 
     @cached_property
@@ -143,6 +145,7 @@ class ChunkCheck:
         if self._sealed is not None and index in self.unsure:
             self._sealed.put(index, buffer.view(layout.dtype).reshape(-1, layout.width))
             if zlib.crc32(buffer.data) == found:
+                self.unchecked.append(index)
                 return None
         return (
             f"{self._store.chunk_path(index)} has the checksum {found:#010x}, the manifest says "

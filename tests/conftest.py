@@ -16,10 +16,8 @@ from ram_reference import RamTable
 import ooc_embed
 from ooc_embed import blocks, report
 
-for _profile, _examples in (("nightly", 2000), ("ci", 40)):
-    hypothesis.settings.register_profile(
-        _profile, max_examples=_examples, stateful_step_count=40, deadline=None
-    )
+for _profile, _examples in (("nightly", 5000), ("ci", 100)):
+    hypothesis.settings.register_profile(_profile, max_examples=_examples, deadline=None)
 # `--hypothesis-profile=nightly` comes later, and wins.
 hypothesis.settings.load_profile("ci")
 

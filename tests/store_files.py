@@ -65,9 +65,15 @@ def edit_manifest(path: Path, change: Callable[[dict[str, Any]], object]) -> Non
 
 
 def state_checksum(found: dict[str, Any]) -> None:
-    """Give a manifest the checksum that fits to the rest of it."""
+    """Give a manifest the checksum that fits to the rest of it, of which whole numbers are one."""
     found.pop("crc32", None)
-    found["crc32"] = zlib.crc32(json.dumps(found, sort_keys=True).encode())
+    whole = json.loads(json.dumps(found), parse_float=_number)
+    found["crc32"] = zlib.crc32(json.dumps(whole, sort_keys=True).encode())
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    return int(value) if value.is_integer() else value
 
 
 def newest_commit(path: Path) -> dict[str, Any]:

@@ -309,6 +309,28 @@ def test_merged_rows_that_were_damaged_before_their_merge_ended_are_found(pair: 
     assert report.verify(pair.path) == []
 
 
+def test_a_damaged_record_of_a_log_is_merged_into_no_chunk(pair: Pair) -> None:
+    pair.train_rows(torch.arange(0, ROWS, 3))
+    pair.emb.commit()
+    (log,) = store_files.newest_commit(pair.path)["logs"]
+    folder = pair.path / "log" / str(log["generation"] % 2) / "records"
+    chunks = {file: file.read_bytes() for file in store_files.chunk_files(pair.path)}
+    pair.emb.close()
+    file = folder / "c.0.0"
+    kept = file.read_bytes()
+    _flip(file)
+    with DiskEmbedding.open(pair.path) as emb:
+        with pytest.raises(CorruptStoreError, match=r"log/./records.*--salvage"):
+            emb.flush()
+        now = {file: file.read_bytes() for file in store_files.chunk_files(pair.path)}
+        assert now == chunks
+        assert len(report.verify(pair.path)) == 1
+        _replace(file, kept)
+        emb.flush()
+        torch.testing.assert_close(emb.weight[:], pair.ram.weight)
+    assert report.verify(pair.path) == []
+
+
 def test_the_error_of_a_merge_ahead_of_a_commit_does_not_say_that_it_was_made(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,10 @@ def test_a_store_in_an_unfinished_merge_becomes_an_equal_copy(
 ) -> None:
     result = salvaged(merging.path, stores, merging.state)
     assert (result.commit, len(result.lost), result.older) == (merging.number, 0, 0)
+    # Of a killed merge no manifest has the checksums of the five chunks that it had done.
+    named = store_files.manifest(merging.path)["merged_crc32"]
+    assert result.unchecked == 5 - len(named)
+    assert ("5 chunk files are of a merge that was killed" in str(result)) == (not named)
 
 
 @pytest.mark.parametrize("index", [1, 5])

@@ -73,7 +73,6 @@ class Case:
         self.run = run
         self.folder = folder
         self.after = copy.deepcopy(run.shadow)
-        self.made: list[DiskEmbedding] = []
 
     @property
     def emb(self) -> DiskEmbedding:
@@ -358,10 +357,6 @@ def _replaced(path: Path) -> DiskEmbedding:
     model = torch.nn.ModuleDict({path.stem: layer})
     ooc_embed.replace_embeddings(model, path.parent, min_rows=1, chunk_rows=1024)
     return model[path.stem]
-
-
-def _opened(path: Path) -> DiskEmbedding:
-    return DiskEmbedding.open(path)
 
 
 BEGINNINGS = [_seeded, _given, _from_a_file, _from_embedding, _replaced]

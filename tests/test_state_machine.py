@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import store_files
 import torch
+from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
@@ -207,5 +208,8 @@ class Machine(RuleBasedStateMachine):
         shutil.rmtree(self.folder)
 
 
-TestMachine = pytest.mark.timeout(7200)(Machine.TestCase)
+# Each is many operations, and takes as long as several examples of others.
+EXAMPLES = settings.default.max_examples * 2 // 5
+Machine.TestCase.settings = settings(max_examples=EXAMPLES, stateful_step_count=40)
+TestMachine = pytest.mark.timeout(7200 if EXAMPLES > 100 else 300)(Machine.TestCase)
 TestMachine = pytest.mark.filterwarnings("ignore:.*gives up commit")(TestMachine)
