@@ -141,7 +141,8 @@ class Manifest:
                 )
             manifest.check()
         except _OF_WRONG_VALUES as error:
-            raise FormatError(f"the manifest is damaged: {error!r}") from error
+            what = error if type(error) is ValueError else repr(error)
+            raise FormatError(f"the manifest is damaged: {what}") from error
         return manifest
 
     def check(self) -> None:

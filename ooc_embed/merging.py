@@ -250,9 +250,9 @@ class Merge:
         generation = self.log.committed.generation
         if problems := check_log(self._store, generation).problems:
             raise CorruptStoreError(
-                f"{problems[0]}. Nothing is merged from it: close the table, and put the file back "
-                f"from a copy or a snapshot, or make a store of the rest by `ooc-embed verify "
-                f"{self._store.path} --salvage OUT`"
+                f"{problems[0]}. Nothing is merged from it: put the file back from a backup and "
+                f"call again; without one, `ooc-embed verify {self._store.path} --salvage OUT` "
+                f"keeps the other rows"
             )
 
     def _next(self) -> int | None:
@@ -297,7 +297,7 @@ class Merge:
             raise CorruptStoreError(
                 f"{self._store.chunk_path(index)} was changed or damaged "
                 f"({self._store.layout.rows_of(index)}): it has the checksum {found:#010x}, "
-                f"{self._known_crc32[index]:#010x} was written. Nothing is merged into it: close "
-                f"the table, put the file back from a copy or a snapshot, and open it again; "
-                f"without one, `ooc-embed verify PATH --salvage OUT` keeps the other rows"
+                f"{self._known_crc32[index]:#010x} was written. Nothing is merged into it: put "
+                f"the file back from a backup and call again; without one, `ooc-embed verify "
+                f"{self._store.path} --salvage OUT` keeps the other rows"
             )

@@ -5,6 +5,7 @@ Knows files and metadata; does not know which row is where.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zlib
@@ -120,6 +121,7 @@ class Store:
             FileNotFoundError: there is nothing.
             FormatError: there is something else.
             LockedError: another writer has it open.
+            PermissionError: it may not be written to.
             StoreError: that commit is not kept.
         """
         if mode not in ("r+", "r"):
@@ -129,6 +131,10 @@ class Store:
         if mode == "r":
             claim.check_kinds(path, links=True)
             return cls(path, None, commit)
+        if not os.access(path, os.W_OK):
+            raise PermissionError(
+                errno.EACCES, "it cannot be written to: open it with mode='r'", str(path)
+            )
         warn_of_network(path)
         lock = DirectoryLock(path, claim.holder_file(path))
         try:
