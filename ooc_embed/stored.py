@@ -128,6 +128,8 @@ class StoredState:
             for _ in progress(chunks, "merging", "chunk", merge.left) if shown else chunks:
                 self._chunks.settle_one(merge)
             self._conclude_merge()
+        if self._logs.sealed:  # or the sealed log would be written over
+            raise StoreError(f"{self.store.path}: a merge was stopped from elsewhere: call again")
 
     def _conclude_merge(self, *, forgiving: bool = False) -> None:
         """Name the state without the sealed log if its merge is over; raise what made it fail."""

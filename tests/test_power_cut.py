@@ -34,6 +34,7 @@ from test_resize import grow, long_rows
 
 from ooc_embed import DiskEmbedding, FormatError, report
 from ooc_embed.merging import Merge, Worker
+from ooc_embed.stored import StoredState
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -79,16 +80,23 @@ def at_once(call: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def stopping_merges(path: Path, chunks: int) -> Iterator[None]:
-    """Let the merges in the block end behind so many chunks, and then at once."""
+    """Let the merges in the block end behind so many chunks, and then at once, but not one that is
+    waited for."""
     real, left = Merge._next, iter(range(chunks))
+    real_finish, waited = StoredState._finish_merge, set[Path]()
+
+    def finish(self: StoredState, **how: bool) -> None:
+        waited.add(self.store.path)
+        real_finish(self, **how)
 
     def next_chunk(self: Merge) -> int | None:
-        if self._store.path == path and next(left, None) is None:
+        if self._store.path == path and path not in waited and next(left, None) is None:
             self.end()
         return real(self)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Merge, "_next", next_chunk)
+        patch.setattr(StoredState, "_finish_merge", finish)
         yield
         for thread in threading.enumerate():
             if isinstance(thread, Worker):
