@@ -57,10 +57,6 @@ def _dimension_names(name: str) -> tuple[str, ...]:
     return ("row" if name == "table" else "position", "column")
 
 
-def _column_names(manifest: Manifest) -> list[str]:
-    return [name for name, width in manifest.fields.items() for _ in range(width)]
-
-
 def make_arrays(path: Path, manifest: Manifest, layout: Layout) -> None:
     """Write the metadata of all arrays, and the names of the table's columns."""
     described = _described(manifest, layout)
@@ -101,7 +97,8 @@ def _described(manifest: Manifest, layout: Layout) -> dict[str, Any]:
         dimension_names=("column",),
         zarr_format=3,
     )
-    column[:] = np.array(_column_names(manifest), dtype=np.dtypes.StringDType())
+    names = [name for name, width in manifest.fields.items() for _ in range(width)]
+    column[:] = np.array(names, dtype=np.dtypes.StringDType())
     return memory
 
 

@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 
-from . import claim, durable, parsing
+from . import claim, durable
 from .arrays import array_facts, check_metadata, lengthen, make_arrays, read_metadata
 from .disk_facts import free_bytes, warn_of_network
 from .errors import CorruptStoreError, FormatError
 from .lock import DirectoryLock, lock_holder
 from .log import ALIGNMENT
 from .manifest import ATTRIBUTE, Layout, Manifest
-from .parsing import integer, json_object
+from .parsing import chunk_index, integer, json_object
 from .warning import warn
 
 # Each is mapped, and a process may have 65,530 maps on most systems.
@@ -332,7 +332,7 @@ class Store:
 
 def chunk_files(path: Path) -> list[int]:
     """Which chunk files of the table exist."""
-    indices = (parsing.chunk_index(entry.name, 2) for entry in os.scandir(path / "table"))
+    indices = (chunk_index(entry.name, 2) for entry in os.scandir(path / "table"))
     return sorted(index for index in indices if index >= 0)
 
 

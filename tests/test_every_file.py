@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import small_store
 import store_files
+from test_corruption import a_byte_short, a_folder, a_page_long, empty, missing
 
 from ooc_embed import DiskEmbedding, StoreError, report
 
@@ -107,33 +108,12 @@ def assert_sound(path: Path) -> None:
         assert report.verify(path) == []
 
 
-def missing(file: Path) -> None:
-    file.unlink()
-
-
-def empty(file: Path) -> None:
-    os.truncate(file, 0)
-
-
-def a_byte_short(file: Path) -> None:
-    os.truncate(file, file.stat().st_size - 1)
-
-
 def a_page_short(file: Path) -> None:
     os.truncate(file, max(file.stat().st_size - 4096, 0))
 
 
 def a_byte_long(file: Path) -> None:
     os.truncate(file, file.stat().st_size + 1)
-
-
-def a_page_long(file: Path) -> None:
-    os.truncate(file, file.stat().st_size + 4096)
-
-
-def a_folder(file: Path) -> None:
-    file.unlink()
-    file.mkdir()
 
 
 def a_link_to_nothing(file: Path) -> None:
