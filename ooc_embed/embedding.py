@@ -50,6 +50,7 @@ class DiskEmbedding(DiskLayer):
             on the Poincaré ball ``Uniform(-1e-3, 1e-3)``.
         seed: of the initial rows.
         cache_bytes: memory for hot rows; ``"auto"`` is a quarter of what this process may use.
+        keep_commits: how many of the newest commits `rollback` can return to.
         dtype: ``torch.float32`` or ``torch.float64``.
         overwrite: replace a store that is at ``path``; it is deleted first.
         chunk_rows: rows in a file of the store, a multiple of 1024, no more than the table needs;
