@@ -63,6 +63,11 @@ class DiskEmbedding(DiskLayer):
         optimizer: a ``torch.optim.Optimizer`` with live ``param_groups``, for schedulers.
         step: optimizer steps taken.
         kernel: what steps the rows, ``"numba"`` (with the extra ``fast``) or ``"torch"``.
+        grad_scaler: the ``torch.amp.GradScaler`` of steps in backward, or None; may be set.
+        keep_commits: as the argument; may be set.
+        path: the folder of the store.
+        read_only: whether it was opened to read.
+        closed: whether `close` was called.
 
     Shape:
         - Input: ``(*)`` int32 or int64 ids, on any device.

@@ -23,7 +23,7 @@ class DiskEmbeddingBag(DiskLayer):
     """A table on disk that takes the place of ``torch.nn.EmbeddingBag``.
 
     Each row of a batch is fetched once, and torch reduces them: results, gradients and errors are
-    its own. Else it is as `DiskEmbedding`: ``loss.backward()`` steps, `commit` makes durable.
+    its own. Else it is as `DiskEmbedding`: ``loss.backward()`` steps, ``commit()`` makes durable.
 
     Args:
         num_embeddings, embedding_dim: the table's shape.

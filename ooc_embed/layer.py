@@ -322,7 +322,8 @@ class DiskLayer(TableModule):
             metric: ``"dot"`` and ``"cosine"``, the largest; ``"l2"``, the smallest distances.
 
         Returns:
-            Products, cosines or distances, the best first, and row ids; ``(k,)`` or ``(Q, k)`` each.
+            Products, cosines or distances, the best first, and row ids; each ``(k,)`` or
+            ``(Q, k)``.
 
         Raises:
             ValueError: a query of another shape, ``k`` beyond the rows, another metric.

@@ -1,4 +1,4 @@
-"""The README and the docs: their code runs, their commands exist, links and names lead somewhere."""
+"""The README and the docs: code runs, commands exist, links and names lead somewhere."""
 
 from __future__ import annotations
 
@@ -103,6 +103,7 @@ def test_links_lead_to_files_and_headings_that_exist(page: Path) -> None:
 
 
 def test_the_reference_has_every_public_name() -> None:
-    described = re.findall(r"^\.\. auto\w+:: (\S+)$", (ROOT / "docs" / "api.md").read_text(), re.M)
+    page = (ROOT / "docs" / "api.md").read_text()
+    described = re.findall(r"^\.\. auto\w+:: (\S+)$", page, re.MULTILINE)
     names = {name.removeprefix("ooc_embed.") for name in described}
     assert names == set(ooc_embed.__all__) - {"__version__"}
