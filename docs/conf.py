@@ -25,5 +25,7 @@ napoleon_use_rtype = False
 
 html_theme = "furo"
 html_title = f"ooc_embed {release}"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_copy_source = False
 html_show_sphinx = False
