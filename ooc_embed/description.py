@@ -52,7 +52,7 @@ class Description:
 
     Attributes:
         path: the store.
-        opened: the class of the object that was described.
+        opened: the class of the object that was described, ``"store"`` of a path.
         read_only: whether it reads one commit.
         table_id: stays with the table.
         num_embeddings, embedding_dim, padding_idx, dtype: of the layer.
@@ -66,7 +66,7 @@ class Description:
         keep_commits, checkpoints: how many of the newest are kept, and which for checkpoints.
         rows_written: rows whose version is above 0.
         touched: how many rows of each part of the table these are; parts are whole chunks, and at
-            most 48. Estimates, where ``exact`` is false.
+            most 60. Estimates, where ``exact`` is false.
         weight_bytes: of all weights.
         ram_bytes: of all weights and moments, what ``nn.Embedding`` and its optimizer would keep in
             RAM.
@@ -240,11 +240,12 @@ def _card(facts: Description) -> Card:
         title=facts.opened,
         subtitle=shape,
         path=str(facts.path),
-        tag="reads one commit" if facts.read_only else "open to write",
+        tag="read-only" if facts.read_only else "open to write",
         figures=_figures(facts),
         meters=_meters(facts),
-        facts=_facts(facts),
         chart=_chart(facts),
+        facts=_facts(facts),
+        more=_more(facts),
     )
 
 
@@ -254,10 +255,10 @@ def _figures(facts: Description) -> dict[str, tuple[str, str]]:
     hits = ("none", "a reader has no cache")
     if cache := facts.cache:
         rate = f"{cache.hit_rate:.1%}" if cache.looked_up else "none yet"
-        hits = (rate, f"of {cache.looked_up:,} rows looked up")
+        hits = (rate, f"of {cache.looked_up:,} rows")
     return {
         "step": (f"{facts.step:,}", f"committed: {facts.committed_step:,}" if ahead else ""),
-        "commit": (f"{facts.commit:,}", f"{facts.created:%Y-%m-%d %H:%M:%S} UTC"),
+        "commit": (f"{facts.commit:,}", f"{facts.created:%Y-%m-%d %H:%M} UTC"),
         "rows written": (in_percent(facts.share_written), f"{facts.rows_written:,} rows"),
         "cache hits": hits,
     }
@@ -269,31 +270,40 @@ def _meters(facts: Description) -> list[Meter]:
     what = "cache and map of rows, at most" if facts.cache else "map of rows, at most"
     return card.meters(
         ("weights", facts.weight_bytes, ""),
-        ("all in RAM", facts.ram_bytes, f"nn.Embedding and {facts.rule}"),
-        ("on disk", facts.disk_bytes, "by now"),
+        (
+            "all in RAM",
+            facts.ram_bytes,
+            f"nn.Embedding and {facts.rule}: {in_percent(facts.ram_bytes / facts.memory_bytes)}",
+        ),
+        ("on disk", facts.disk_bytes, "now"),
         ("taken here", held, what),
         ("memory here", facts.memory_bytes, "that this process may use"),
     )
 
 
 def _facts(facts: Description) -> dict[str, str]:
-    start = ", ".join(f"{name}={value}" for name, value in facts.init.items() if name != "name")
     use = facts.cache
     return {
         "fields": ", ".join(f"{name} {columns}" for name, columns in facts.fields.items()),
         "rule": f"{facts.rule}({_arguments(facts.hyperparameters)})",
-        "init": f"{facts.init['name']}({start}), seed={facts.seed}",
-        "padding_idx": str(facts.padding_idx),
         "kept commits": _kept(facts),
         "log": _log(facts),
-        "cache": f"{use.used:,} of {use.slots:,} slots used, {use.dirty:,} rows not committed"
+        "cache": f"{use.used:,} of {use.slots:,} slots used, {use.dirty:,} dirty"
         if use
         else "none",
+        "writer": facts.writer or "none",
+    }
+
+
+def _more(facts: Description) -> dict[str, str]:
+    start = ", ".join(f"{name}={value}" for name, value in facts.init.items() if name != "name")
+    return {
+        "padding_idx": str(facts.padding_idx),
+        "init": f"{facts.init['name']}({start}), seed={facts.seed}",
         "chunks": f"{facts.chunks:,} of {facts.num_chunks:,} files, {facts.chunk_rows:,} rows and "
         f"{in_bytes(facts.chunk_bytes)} each",
         "input, output": f"{facts.reads}, {facts.writes}",
-        "writer": facts.writer or "none",
-        "table": f"{facts.table_id}, written by ooc_embed {facts.library}",
+        "table": f"{facts.table_id}, last written by ooc_embed {facts.library}",
     }
 
 
@@ -314,7 +324,7 @@ def _kept(facts: Description) -> str:
 
 
 def _log(facts: Description) -> str:
-    text = f"{facts.log_records:,} records, merged at more than {facts.log_limit:,}"
+    text = f"{facts.log_records:,} records, to be merged above {facts.log_limit:,}"
     if facts.sealed_records:
         waits = "waiting for kept commits" if facts.unmerged else "in a merge"
         text += f"; {facts.sealed_records:,} {waits}"

@@ -104,8 +104,9 @@ class Inspectable:
         """The hyper-parameters in force."""
         return self._table.manifest.commit.param_groups[0]
 
-    def _describe(self) -> Description:
-        return describe_table(self._table, type(self).__name__, in_force(self._param_group()))
+    def _describe(self, opened: str = "") -> Description:
+        opened = opened or type(self).__name__
+        return describe_table(self._table, opened, in_force(self._param_group()))
 
     def _repr_html_(self) -> str:
         try:
