@@ -23,6 +23,8 @@ from .store import holder
 from .table import Table
 from .touched import Touched
 
+_LISTED_COMMITS = 6
+
 
 @dataclass(frozen=True)
 class CacheUse:
@@ -266,31 +268,28 @@ def _figures(facts: Description) -> dict[str, tuple[str, str]]:
 
 def _meters(facts: Description) -> list[Meter]:
     """Sizes against memory."""
+    share = facts.ram_bytes / facts.memory_bytes
     held = facts.map_bytes + (facts.cache.cache_bytes if facts.cache else 0)
     what = "cache and map of rows, at most" if facts.cache else "map of rows, at most"
     return card.meters(
         ("weights", facts.weight_bytes, ""),
-        (
-            "all in RAM",
-            facts.ram_bytes,
-            f"nn.Embedding and {facts.rule}: {in_percent(facts.ram_bytes / facts.memory_bytes)}",
-        ),
+        ("all in RAM", facts.ram_bytes, f"nn.Embedding and {facts.rule}"),
         ("on disk", facts.disk_bytes, "now"),
         ("taken here", held, what),
-        ("memory here", facts.memory_bytes, "that this process may use"),
+        ("memory here", facts.memory_bytes, f"all in RAM is {in_percent(share)} of it"),
     )
 
 
 def _facts(facts: Description) -> dict[str, str]:
-    use = facts.cache
+    cache = {}
+    if use := facts.cache:
+        cache["cache"] = f"{use.used:,} of {use.slots:,} slots used, {use.dirty:,} dirty"
     return {
         "fields": ", ".join(f"{name} {columns}" for name, columns in facts.fields.items()),
         "rule": f"{facts.rule}({_arguments(facts.hyperparameters)})",
         "kept commits": _kept(facts),
         "log": _log(facts),
-        "cache": f"{use.used:,} of {use.slots:,} slots used, {use.dirty:,} dirty"
-        if use
-        else "none",
+        **cache,
         "writer": facts.writer or "none",
     }
 
@@ -317,7 +316,11 @@ def _arguments(hyperparameters: Mapping[str, Any]) -> str:
 
 
 def _kept(facts: Description) -> str:
-    text = ", ".join(f"{number} (step {step:,})" for number, step in facts.commits.items())
+    kept = [f"{number} (step {step:,})" for number, step in facts.commits.items()]
+    if len(kept) > _LISTED_COMMITS:
+        text = f"{len(kept):,} from {kept[0]} to {kept[-1]}"
+    else:
+        text = ", ".join(kept)
     if facts.checkpoints:
         text += f"; checkpoints have {' and '.join(map(str, facts.checkpoints))}"
     return f"{text}; the newest {facts.keep_commits:,} are kept"
