@@ -167,10 +167,10 @@ margin:.7em 0;padding:.55em 0;border:solid rgba(128,128,128,.22);border-width:1p
 .ooc-embed .figures>div>*{display:block}
 .ooc-embed .figures .value{font-size:1.45em;line-height:1.3;font-variant-numeric:tabular-nums}
 .ooc-embed .figures .dim,.ooc-embed .figures .name,.ooc-embed .scale{font-size:.87em}
-.ooc-embed .rows{display:grid;grid-template-columns:max-content 1fr;gap:.1em 1.1em}
+.ooc-embed .rows{display:grid;grid-template-columns:8em minmax(0,1fr);gap:.1em 1em}
 .ooc-embed .rows>div{display:contents}
 .ooc-embed .rows .value{overflow-wrap:anywhere}
-.ooc-embed .meters{grid-template-columns:max-content minmax(6em,1fr) max-content max-content;
+.ooc-embed .meters{grid-template-columns:8em minmax(5em,1fr) max-content minmax(0,max-content);
 align-items:center}
 .ooc-embed .meters .value{text-align:right;font-variant-numeric:tabular-nums}
 .ooc-embed .bar{height:.6em;border-radius:2px;background:rgba(128,128,128,.16)}

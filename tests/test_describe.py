@@ -35,6 +35,11 @@ def trained(store_path: Path) -> Path:
     return small_store.train(store_path)
 
 
+@pytest.fixture(scope="module")
+def nursery() -> crash_child.Nursery:
+    return crash_child.nursery()
+
+
 @pytest.fixture
 def emb(store_path: Path) -> Iterator[DiskEmbedding]:
     with small_store.make(store_path) as made:
@@ -264,9 +269,10 @@ def test_a_bag_and_a_reader_are_described_as_what_they_are(store_path: Path) -> 
             assert facts.touched[0].written == 2
 
 
-def test_a_store_that_another_process_trains_is_described(store_path: Path) -> None:
+def test_a_store_that_another_process_has_open_is_described(
+    store_path: Path, nursery: crash_child.Nursery
+) -> None:
     crash_child.create(str(store_path), 1 << 20).close()
-    nursery = crash_child.nursery()
     pid = nursery.start("hold", path=str(store_path))
     try:
         assert nursery.next_event()
@@ -279,10 +285,11 @@ def test_a_store_that_another_process_trains_is_described(store_path: Path) -> N
         nursery.rest()
 
 
-def test_a_store_that_commits_and_merges_meanwhile_is_described(store_path: Path) -> None:
+def test_a_store_that_commits_and_merges_meanwhile_is_described(
+    store_path: Path, nursery: crash_child.Nursery
+) -> None:
     with crash_child.create(str(store_path), 1 << 15) as emb:
         crash_child.write_pattern(emb, 1)
-    nursery = crash_child.nursery()
     nursery.start("write patterns", path=str(store_path), seed=4, rounds=12)
     assert nursery.next_event() == ["opened"]
     described = [describe(store_path) for _ in range(8)]
