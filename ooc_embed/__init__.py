@@ -3,11 +3,13 @@
 from . import poincare
 from ._version import __version__
 from .clipping import clip_grad_norm_
+from .description import Description
 from .embedding import DiskEmbedding
 from .embedding_bag import DiskEmbeddingBag
 from .errors import CorruptStoreError, FormatError, LockedError, StoreError
 from .initializers import Normal, Uniform, Zeros
 from .lookahead import lookahead
+from .reader import TableReader, describe, open_table
 from .replacement import Replacement, replace_embeddings
 from .restoring import rollback
 from .riemannian import RiemannianAdam, RiemannianSGD
@@ -19,6 +21,7 @@ __all__ = [
     "SGD",
     "Adagrad",
     "CorruptStoreError",
+    "Description",
     "DiskEmbedding",
     "DiskEmbeddingBag",
     "FormatError",
@@ -32,11 +35,14 @@ __all__ = [
     "SparseAdam",
     "Stats",
     "StoreError",
+    "TableReader",
     "Uniform",
     "Zeros",
     "__version__",
     "clip_grad_norm_",
+    "describe",
     "lookahead",
+    "open_table",
     "poincare",
     "replace_embeddings",
     "rollback",

@@ -11,6 +11,7 @@ from . import bench, demo, report
 from ._version import __version__
 from .embedding import DiskEmbedding
 from .errors import StoreError
+from .reader import describe
 from .salvage import check_target, salvage
 
 
@@ -62,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _info(args: argparse.Namespace) -> int:
-    print(report.describe(args.path))
+    print(describe(args.path))
     return 0
 
 
