@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from .drawing import COLOURS, Names, require
-from .module import TableModule
+from .inspectable import Inspectable
 from .stats import Stats
 from .views import RowView
 
@@ -44,7 +44,7 @@ _REACHES = (2, 5, 9)
 
 
 def norms(
-    table: TableModule,
+    table: Inspectable,
     fields: str | Sequence[str] | None = None,
     ax: Axes | None = None,
     *,
@@ -83,14 +83,17 @@ def norms(
         ax.stairs(counts, edges, color=colour, alpha=0.25, fill=True)
         ax.stairs(counts, edges, color=colour, label=", ".join([name, *notes]))
     ax.set(title=f"Norms of {_of(table, rows)}", xlabel="norm of a row", ylabel="rows in a bin")
-    ax.set_xscale("log" if is_log else "linear")
+    if is_log:
+        ax.set_xscale("log")
+    elif ax.get_xlim()[0] < 0:  # a margin, or the bins around norms that are all zero
+        ax.set_xlim(left=0)
     ax.set_ylim(bottom=0)
     ax.yaxis.set_major_formatter("{x:,.0f}")
     ax.legend(frameon=False)
     return ax
 
 
-def updates(table: TableModule, ax: Axes | None = None, *, max_rows: int = MAX_ROWS) -> Axes:
+def updates(table: Inspectable, ax: Axes | None = None, *, max_rows: int = MAX_ROWS) -> Axes:
     """How often rows were written, by rank: the row that was written most is the first.
 
     Both axes are logarithmic, so a power law is a straight line. Of a sample a rank is an estimate,
@@ -117,8 +120,8 @@ def updates(table: TableModule, ax: Axes | None = None, *, max_rows: int = MAX_R
     ranks = np.stack([last - ties + 1, last], axis=1).ravel() * (table.num_embeddings / len(rows))
     ax.plot(ranks, np.repeat(counts, 2), color=_BLUE)
     ax.set(
-        title=f"Updates of {_of(table, rows)}, {(versions == 0).sum():,} never written",
-        xlabel="rank of the row",
+        title=f"Updates of {_of(table, rows)}",
+        xlabel=f"rank of the row, without {(versions == 0).sum():,} that were never written",
         ylabel="updates of the row",
         xscale="log",
         yscale="log",
@@ -130,7 +133,7 @@ def updates(table: TableModule, ax: Axes | None = None, *, max_rows: int = MAX_R
     return ax
 
 
-def touched(table: TableModule, ax: Axes | None = None, *, max_rows: int = MAX_ROWS) -> Axes:
+def touched(table: Inspectable, ax: Axes | None = None, *, max_rows: int = MAX_ROWS) -> Axes:
     """The share of rows that were ever written, along the table, in at most 200 equal parts.
 
     Args:
@@ -152,7 +155,7 @@ def touched(table: TableModule, ax: Axes | None = None, *, max_rows: int = MAX_R
     ax.stairs(100 * shares, edges, color=_BLUE, alpha=0.25, fill=True)
     ax.stairs(100 * shares, edges, color=_BLUE)
     ax.set(
-        title=f"{written.mean():.1%} of {_of(table, rows)} written",
+        title=f"{written.mean():.1%} of {_of(table, rows)}",
         xlabel="row",
         ylabel="rows ever written (%)",
         xlim=(0, table.num_embeddings),
@@ -216,7 +219,7 @@ def rates(history: Sequence[Stats], ax: Axes | None = None) -> Axes:
 
 
 def pca(
-    table: TableModule, rows: Any, names: Sequence[str] | None = None, ax: Axes | None = None
+    table: Inspectable, rows: Any, names: Sequence[str] | None = None, ax: Axes | None = None
 ) -> Axes:
     """Chosen rows in the plane of their first two principal components, with names.
 
@@ -293,7 +296,7 @@ def _axes(ax: Axes | None) -> Axes:
     return new_axes()
 
 
-def _views(table: TableModule, fields: str | Sequence[str] | None) -> dict[str, RowView]:
+def _views(table: Inspectable, fields: str | Sequence[str] | None) -> dict[str, RowView]:
     views = {"weight": table.weight, **table.state}
     if fields is None:
         return views
@@ -307,7 +310,7 @@ def _views(table: TableModule, fields: str | Sequence[str] | None) -> dict[str, 
     return {name: views[name] for name in names}
 
 
-def _chosen(table: TableModule, max_rows: int) -> np.ndarray:
+def _chosen(table: Inspectable, max_rows: int) -> np.ndarray:
     """``(n,) int64`` sorted rows: all of them, or one from each of ``max_rows`` equal parts."""
     if max_rows < 1:
         raise ValueError(f"max_rows must be at least 1, got {max_rows}")
@@ -319,7 +322,7 @@ def _chosen(table: TableModule, max_rows: int) -> np.ndarray:
     return np.random.default_rng(0).integers(bounds[:-1], bounds[1:])
 
 
-def _of(table: TableModule, rows: np.ndarray) -> str:
+def _of(table: Inspectable, rows: np.ndarray) -> str:
     """What was looked at, in words."""
     total = table.num_embeddings
     if len(rows) == total:
@@ -340,5 +343,5 @@ def _norms(view: RowView, rows: np.ndarray) -> np.ndarray:
     return np.concatenate([torch.linalg.vector_norm(part, dim=1).numpy() for part in values])
 
 
-def _versions(table: TableModule, rows: np.ndarray) -> np.ndarray:
+def _versions(table: Inspectable, rows: np.ndarray) -> np.ndarray:
     return np.concatenate([part.numpy() for part in _blocks(table.version, rows)])

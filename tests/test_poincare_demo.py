@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -204,7 +203,6 @@ def test_picture_without_matplotlib_is_refused_before_the_run(
     assert not folder.exists()
 
 
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.usefixtures("small")
 def test_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "disk.png"
