@@ -7,9 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-_TALL = "▁▂▃▄▅▆▇█"
-_WIDE = "▏▎▍▌▋▊▉█"
-_CHART_COLUMNS = 48
+_CHART_COLUMNS = 60
 _CHART_LINES = 4
 _METER_COLUMNS = 24
 
@@ -49,12 +47,9 @@ class Chart:
 
     @property
     def top(self) -> float:
-        """The end of the scale: 100%, 50%, 20%, 10%, 5%, and so on, the least that is enough."""
+        """The end of the scale: 100%, 10%, 1% or so on, the least that is enough."""
         most = max(self.shares)
-        if most <= 0:
-            return 1.0
-        decade = 10.0 ** math.floor(math.log10(most))
-        return min(next((f * decade for f in (1, 2, 5) if most <= f * decade), 10 * decade), 1.0)
+        return 10.0 ** math.ceil(math.log10(most)) if most else 1.0
 
 
 @dataclass(frozen=True)
@@ -64,9 +59,10 @@ class Card:
     Args:
         title, subtitle, path, tag: what it is about.
         figures: what matters most, name to value and note.
-        meters: sizes.
-        facts: the rest, name to text.
+        meters: sizes; the last one is what the others are held against.
         chart: shares.
+        facts: name to text.
+        more: facts that are wanted less often.
     """
 
     title: str
@@ -75,8 +71,9 @@ class Card:
     tag: str
     figures: Mapping[str, tuple[str, str]]
     meters: Sequence[Meter]
-    facts: Mapping[str, str]
     chart: Chart
+    facts: Mapping[str, str]
+    more: Mapping[str, str]
 
 
 def in_bytes(count: int) -> str:
@@ -110,17 +107,19 @@ def to_text(card: Card) -> str:
     values = max(len(meter.value) for meter in card.meters)
     lines = {
         "path": card.path,
-        "opened as": f"{card.title}, {card.tag}",
-        "shape": card.subtitle,
         **{name: _joined(*texts) for name, texts in card.figures.items()},
         **{meter.name: _meter_line(meter, values) for meter in card.meters},
         **card.facts,
+        **card.more,
+        card.chart.name: _chart_text(card.chart),
     }
-    first, *more = _chart_lines(card.chart)
-    lines[card.chart.name] = first
     width = max(map(len, lines))
-    table = [f"{name:<{width}}  {text}".rstrip() for name, text in lines.items()]
-    return "\n".join([*table, *(" " * (width + 2) + line for line in more)])
+    table = [f"{card.title}, {card.subtitle}, {card.tag}"]
+    for name, text in lines.items():
+        names = [name, *[""] * text.count("\n")]
+        parts = zip(names, text.split("\n"), strict=True)
+        table += [f"{name:<{width}}  {part}".rstrip() for name, part in parts]
+    return "\n".join(table)
 
 
 def _joined(value: str, note: str) -> str:
@@ -129,29 +128,25 @@ def _joined(value: str, note: str) -> str:
 
 def _meter_line(meter: Meter, width: int) -> str:
     eighths = math.ceil(meter.share * _METER_COLUMNS * 8)
-    bar = _WIDE[-1] * (eighths // 8) + (_WIDE[eighths % 8 - 1] if eighths % 8 else "")
+    bar = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
     return f"{meter.value:>{width}}  {bar:<{_METER_COLUMNS}}  {meter.note}"
 
 
-def _chart_lines(chart: Chart) -> list[str]:
-    """Bars of block characters, with a scale before them and the ends below."""
+def _chart_text(chart: Chart) -> str:
+    """Bars of block characters, with a scale before them, the ends below, and the note."""
     columns = max(_CHART_COLUMNS // len(chart.shares), 1)
     gap = " " if columns > 2 else ""
     levels = [math.ceil(share / chart.top * _CHART_LINES * 8) for share in chart.shares]
     lines = []
     for line in reversed(range(_CHART_LINES)):
         cells = (min(max(level - 8 * line, 0), 8) for level in levels)
-        text = ((_TALL[cell - 1] if cell else " ") * (columns - len(gap)) for cell in cells)
-        lines.append(gap.join(text))
+        lines.append(gap.join(" ▁▂▃▄▅▆▇█"[cell] * (columns - len(gap)) for cell in cells))
     scale = [in_percent(chart.top), *[""] * (_CHART_LINES - 2), in_percent(0)]
     wide = max(map(len, scale))
+    drawn = [f"{mark:>{wide}} {line}".rstrip() for mark, line in zip(scale, lines, strict=True)]
     first, last = chart.ends
-    under = f"{first} {last:>{len(lines[0]) - len(first) - 1}}"
-    return [
-        *(f"{mark:>{wide}} {line}".rstrip() for mark, line in zip(scale, lines, strict=True)),
-        " " * (wide + 1) + under,
-        chart.note,
-    ]
+    drawn.append(f"{'':{wide}} {first} {last:>{len(lines[0]) - len(first) - 1}}")
+    return "\n".join([*drawn, chart.note])
 
 
 # For a notebook
@@ -172,19 +167,23 @@ margin:.7em 0;padding:.55em 0;border:solid rgba(128,128,128,.22);border-width:1p
 .ooc-embed .figures>div>*{display:block}
 .ooc-embed .figures .value{font-size:1.45em;line-height:1.3;font-variant-numeric:tabular-nums}
 .ooc-embed .figures .dim,.ooc-embed .figures .name,.ooc-embed .scale{font-size:.87em}
-.ooc-embed .rows{display:grid;grid-template-columns:max-content 1fr;gap:.1em 1.1em}
+.ooc-embed .rows{display:grid;grid-template-columns:8em minmax(0,1fr);gap:.1em 1em}
 .ooc-embed .rows>div{display:contents}
 .ooc-embed .rows .value{overflow-wrap:anywhere}
-.ooc-embed .meters{grid-template-columns:max-content minmax(6em,1fr) max-content max-content;
+.ooc-embed .meters{grid-template-columns:8em minmax(5em,1fr) max-content minmax(0,max-content);
 align-items:center}
 .ooc-embed .meters .value{text-align:right;font-variant-numeric:tabular-nums}
 .ooc-embed .bar{height:.6em;border-radius:2px;background:rgba(128,128,128,.16)}
 .ooc-embed .bar span{display:block;height:100%;min-width:1px;border-radius:2px;background:#4a90d9}
+.ooc-embed .meters>div:last-child .bar span{background:rgba(128,128,128,.55)}
 .ooc-embed .chart{margin:.8em 0}
 .ooc-embed .scale{display:flex;justify-content:space-between;gap:1em}
-.ooc-embed svg{display:block;width:100%;height:4.2em;border-bottom:1px solid rgba(128,128,128,.5)}
-.ooc-embed rect{fill:#4a90d9}
-.ooc-embed rect.all{fill:rgba(128,128,128,.12)}
+.ooc-embed .bars{display:flex;align-items:stretch;gap:2px;height:4.2em;
+border-bottom:1px solid rgba(128,128,128,.5)}
+.ooc-embed .bars>div{flex:1;display:flex;align-items:flex-end;background:rgba(128,128,128,.1)}
+.ooc-embed .bars span{width:100%;background:#4a90d9}
+.ooc-embed details{margin-top:.5em}
+.ooc-embed summary{cursor:pointer;opacity:.68}
 """.replace("\n", "")
 
 
@@ -200,17 +199,14 @@ def to_html(card: Card) -> str:
         f"{_span('value', meter.value)} {_span('dim', meter.note)}</div>"
         for meter in card.meters
     )
-    facts = "".join(
-        f"<div>{_span('name', name)} {_span('value', value)}</div>"
-        for name, value in card.facts.items()
-    )
     return _frame(
         card.title,
         card.subtitle,
         card.path,
         card.tag,
         f'<div class="figures">{figures}</div><div class="rows meters">{sizes}</div>'
-        f'{_chart_html(card.chart)}<div class="rows">{facts}</div>',
+        f"{_chart_html(card.chart)}{_rows_html(card.facts)}"
+        f"<details><summary>more</summary>{_rows_html(card.more)}</details>",
     )
 
 
@@ -231,25 +227,29 @@ def _span(kind: str, text: str) -> str:
     return f'<span class="{kind}">{escape(text)}</span>'
 
 
+def _rows_html(facts: Mapping[str, str]) -> str:
+    rows = (
+        f"<div>{_span('name', name)} {_span('value', value)}</div>" for name, value in facts.items()
+    )
+    return f'<div class="rows">{"".join(rows)}</div>'
+
+
 def _chart_html(chart: Chart) -> str:
-    """Bars on a stretched grid of a hundred rows, each with what it is when pointed at."""
+    """Bars that say what they are when pointed at."""
     bars = "".join(
-        f'<g><title>{escape(label)}</title><rect class="all" x="{place}.05" width=".9" height="100"'
-        f'/><rect x="{place}.05" width=".9" y="{100 - height:g}" height="{height:g}"/></g>'
-        for place, (label, height) in enumerate(
-            zip(chart.labels, (_height(share, chart.top) for share in chart.shares), strict=True)
-        )
+        f'<div title="{escape(label)}"><span style="height:{_height(share / chart.top)}"></span>'
+        f"</div>"
+        for share, label in zip(chart.shares, chart.labels, strict=True)
     )
     first, last = chart.ends
     return (
         f'<div class="chart"><div class="scale">{_span("name", chart.name)} '
         f"{_span('dim', chart.note)} {_span('dim', f'scale to {in_percent(chart.top)}')}</div>"
-        f'<svg role="img" aria-label="{escape(chart.name)}" preserveAspectRatio="none" '
-        f'viewBox="0 0 {len(chart.shares)} 100">{bars}</svg>'
+        f'<div class="bars">{bars}</div>'
         f'<div class="scale">{_span("dim", first)} {_span("dim", last)}</div></div>'
     )
 
 
-def _height(share: float, top: float) -> float:
-    """Of a bar out of a hundred; one that is not nothing can be seen."""
-    return round(max(100 * share / top, 2.0), 1) if share else 0.0
+def _height(share: float) -> str:
+    """Of a bar; one that is not nothing can be seen."""
+    return f"{max(share, 0.02):.1%}" if share else "0"

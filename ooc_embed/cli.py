@@ -67,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _info(args: argparse.Namespace) -> int:
-    print(describe(args.path))
+    encoding = sys.stdout.encoding or "utf-8"
+    # Not every terminal, or file that it goes to, has the characters that bars are made of.
+    print(str(describe(args.path)).encode(encoding, "replace").decode(encoding))
     return 0
 
 

@@ -23,6 +23,8 @@ from .store import holder
 from .table import Table
 from .touched import Touched
 
+_LISTED_COMMITS = 6
+
 
 @dataclass(frozen=True)
 class CacheUse:
@@ -52,7 +54,7 @@ class Description:
 
     Attributes:
         path: the store.
-        opened: the class of the object that was described.
+        opened: the class of the object that was described, ``"store"`` of a path.
         read_only: whether it reads one commit.
         table_id: stays with the table.
         num_embeddings, embedding_dim, padding_idx, dtype: of the layer.
@@ -66,7 +68,7 @@ class Description:
         keep_commits, checkpoints: how many of the newest are kept, and which for checkpoints.
         rows_written: rows whose version is above 0.
         touched: how many rows of each part of the table these are; parts are whole chunks, and at
-            most 48. Estimates, where ``exact`` is false.
+            most 60. Estimates, where ``exact`` is false.
         weight_bytes: of all weights.
         ram_bytes: of all weights and moments, what ``nn.Embedding`` and its optimizer would keep in
             RAM.
@@ -240,11 +242,12 @@ def _card(facts: Description) -> Card:
         title=facts.opened,
         subtitle=shape,
         path=str(facts.path),
-        tag="reads one commit" if facts.read_only else "open to write",
+        tag="read-only" if facts.read_only else "open to write",
         figures=_figures(facts),
         meters=_meters(facts),
-        facts=_facts(facts),
         chart=_chart(facts),
+        facts=_facts(facts),
+        more=_more(facts),
     )
 
 
@@ -254,10 +257,10 @@ def _figures(facts: Description) -> dict[str, tuple[str, str]]:
     hits = ("none", "a reader has no cache")
     if cache := facts.cache:
         rate = f"{cache.hit_rate:.1%}" if cache.looked_up else "none yet"
-        hits = (rate, f"of {cache.looked_up:,} rows looked up")
+        hits = (rate, f"of {cache.looked_up:,} rows")
     return {
         "step": (f"{facts.step:,}", f"committed: {facts.committed_step:,}" if ahead else ""),
-        "commit": (f"{facts.commit:,}", f"{facts.created:%Y-%m-%d %H:%M:%S} UTC"),
+        "commit": (f"{facts.commit:,}", f"{facts.created:%Y-%m-%d %H:%M} UTC"),
         "rows written": (in_percent(facts.share_written), f"{facts.rows_written:,} rows"),
         "cache hits": hits,
     }
@@ -265,35 +268,41 @@ def _figures(facts: Description) -> dict[str, tuple[str, str]]:
 
 def _meters(facts: Description) -> list[Meter]:
     """Sizes against memory."""
+    share = facts.ram_bytes / facts.memory_bytes
     held = facts.map_bytes + (facts.cache.cache_bytes if facts.cache else 0)
     what = "cache and map of rows, at most" if facts.cache else "map of rows, at most"
     return card.meters(
         ("weights", facts.weight_bytes, ""),
         ("all in RAM", facts.ram_bytes, f"nn.Embedding and {facts.rule}"),
-        ("on disk", facts.disk_bytes, "by now"),
+        ("on disk", facts.disk_bytes, "now"),
         ("taken here", held, what),
-        ("memory here", facts.memory_bytes, "that this process may use"),
+        ("memory here", facts.memory_bytes, f"all in RAM is {in_percent(share)} of it"),
     )
 
 
 def _facts(facts: Description) -> dict[str, str]:
-    start = ", ".join(f"{name}={value}" for name, value in facts.init.items() if name != "name")
-    use = facts.cache
+    cache = {}
+    if use := facts.cache:
+        cache["cache"] = f"{use.used:,} of {use.slots:,} slots used, {use.dirty:,} dirty"
     return {
         "fields": ", ".join(f"{name} {columns}" for name, columns in facts.fields.items()),
         "rule": f"{facts.rule}({_arguments(facts.hyperparameters)})",
-        "init": f"{facts.init['name']}({start}), seed={facts.seed}",
-        "padding_idx": str(facts.padding_idx),
         "kept commits": _kept(facts),
         "log": _log(facts),
-        "cache": f"{use.used:,} of {use.slots:,} slots used, {use.dirty:,} rows not committed"
-        if use
-        else "none",
+        **cache,
+        "writer": facts.writer or "none",
+    }
+
+
+def _more(facts: Description) -> dict[str, str]:
+    start = ", ".join(f"{name}={value}" for name, value in facts.init.items() if name != "name")
+    return {
+        "padding_idx": str(facts.padding_idx),
+        "init": f"{facts.init['name']}({start}), seed={facts.seed}",
         "chunks": f"{facts.chunks:,} of {facts.num_chunks:,} files, {facts.chunk_rows:,} rows and "
         f"{in_bytes(facts.chunk_bytes)} each",
         "input, output": f"{facts.reads}, {facts.writes}",
-        "writer": facts.writer or "none",
-        "table": f"{facts.table_id}, written by ooc_embed {facts.library}",
+        "table": f"{facts.table_id}, last written by ooc_embed {facts.library}",
     }
 
 
@@ -307,14 +316,18 @@ def _arguments(hyperparameters: Mapping[str, Any]) -> str:
 
 
 def _kept(facts: Description) -> str:
-    text = ", ".join(f"{number} (step {step:,})" for number, step in facts.commits.items())
+    kept = [f"{number} (step {step:,})" for number, step in facts.commits.items()]
+    if len(kept) > _LISTED_COMMITS:
+        text = f"{len(kept):,} from {kept[0]} to {kept[-1]}"
+    else:
+        text = ", ".join(kept)
     if facts.checkpoints:
         text += f"; checkpoints have {' and '.join(map(str, facts.checkpoints))}"
     return f"{text}; the newest {facts.keep_commits:,} are kept"
 
 
 def _log(facts: Description) -> str:
-    text = f"{facts.log_records:,} records, merged at more than {facts.log_limit:,}"
+    text = f"{facts.log_records:,} records, to be merged above {facts.log_limit:,}"
     if facts.sealed_records:
         waits = "waiting for kept commits" if facts.unmerged else "in a merge"
         text += f"; {facts.sealed_records:,} {waits}"

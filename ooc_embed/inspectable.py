@@ -58,7 +58,8 @@ class Inspectable:
         return self._table.closed
 
     def commits(self) -> dict[int, int]:
-        """The commits that the store keeps, number to step, the oldest first."""
+        """The commits that are kept, and `DiskEmbedding.rollback` can return to: number to step, the
+        oldest first."""
         return {commit.number: commit.step for commit in self._table.manifest.history.commits}
 
     # Reading all of it
@@ -104,8 +105,9 @@ class Inspectable:
         """The hyper-parameters in force."""
         return self._table.manifest.commit.param_groups[0]
 
-    def _describe(self) -> Description:
-        return describe_table(self._table, type(self).__name__, in_force(self._param_group()))
+    def _describe(self, opened: str = "") -> Description:
+        opened = opened or type(self).__name__
+        return describe_table(self._table, opened, in_force(self._param_group()))
 
     def _repr_html_(self) -> str:
         try:

@@ -141,4 +141,4 @@ def describe(store: str | Path | Inspectable) -> Description:
     if not isinstance(store, (str, os.PathLike)):
         raise TypeError(f"describe takes the path of a store or an open table, got {store!r:.200}")
     with open_table(store) as table:
-        return table._describe()
+        return table._describe("store")

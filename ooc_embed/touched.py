@@ -14,7 +14,7 @@ from .cache import RowCache
 from .manifest import Layout
 from .places import StoredRecords
 
-MOST_PARTS = 48
+_MOST_PARTS = 60
 # Records that are read from chunk files in all. Where there are more, a sample of so many is.
 _READ_BYTES = 64 << 20
 
@@ -42,7 +42,7 @@ class Touched:
 def count_touched(
     cache: RowCache, stored: StoredRecords, layout: Layout, version: int
 ) -> tuple[Touched, ...]:
-    """Count the written rows of a table by its chunks, of which at most 48 parts are made.
+    """Count the written rows of a table by its chunks, of which at most 60 parts are made.
 
     Rows in the cache and in the logs are counted in memory. Of the others those in chunk files are
     read, all or a sample of each file; a chunk that has no file yet costs nothing.
@@ -55,7 +55,7 @@ def count_touched(
     """
     files = sum(map(stored.has_chunk, range(layout.num_chunks)))
     most = max(_READ_BYTES // layout.record_bytes // max(files, 1), 1)
-    step = -(-layout.num_chunks // MOST_PARTS)
+    step = -(-layout.num_chunks // _MOST_PARTS)
     return tuple(
         _count(cache, stored, layout, version, range(layout.num_chunks)[first : first + step], most)
         for first in range(0, layout.num_chunks, step)
