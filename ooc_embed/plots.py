@@ -126,7 +126,7 @@ def updates(table: Inspectable, ax: Axes | None = None, *, max_rows: int = MAX_R
         xscale="log",
         yscale="log",
     )
-    ax.set_ylim(bottom=0.8)
+    ax.set_ylim(0.8, None if len(counts) else 12)
     for axis in (ax.xaxis, ax.yaxis):
         axis.set_major_formatter("{x:,.0f}")
         axis.set_minor_formatter(LogFormatter())
@@ -155,7 +155,7 @@ def touched(table: Inspectable, ax: Axes | None = None, *, max_rows: int = MAX_R
     ax.stairs(100 * shares, edges, color=_BLUE, alpha=0.25, fill=True)
     ax.stairs(100 * shares, edges, color=_BLUE)
     ax.set(
-        title=f"{written.mean():.1%} of {_of(table, rows)}",
+        title=f"Written: {written.mean():.1%} of {_of(table, rows)}",
         xlabel="row",
         ylabel="rows ever written (%)",
         xlim=(0, table.num_embeddings),

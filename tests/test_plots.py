@@ -149,6 +149,7 @@ def test_updates_of_a_table_that_nothing_was_written_to_are_an_empty_curve(
     ax = plots.updates(make_table())
     ax.figure.canvas.draw()
     assert len(ax.lines[0].get_xdata()) == 0
+    assert ax.get_ylim() == (0.8, 12)
     assert "without 10 that were never written" in ax.get_xlabel()
 
 
@@ -160,7 +161,7 @@ def test_touched_is_the_share_of_written_rows_in_each_part(
     assert np.array_equal(edges, np.arange(201) * 3)
     written = versions(trained) > 0
     assert np.allclose(heights, 100 * written.reshape(200, 3).mean(axis=1))
-    assert ax.get_title() == f"{100 * written.mean():.1f}% of 600 rows"
+    assert ax.get_title() == f"Written: {100 * written.mean():.1f}% of 600 rows"
 
 
 def test_large_table_is_sampled_alike_each_time_and_says_so(
