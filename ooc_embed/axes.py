@@ -19,18 +19,14 @@ class Picture(Figure):
     """A figure that IPython shows also where nothing has set pyplot up."""
 
     def _repr_png_(self) -> bytes:
-        file = BytesIO()
-        self.savefig(file, format="png")
-        return file.getvalue()
+        return _png(self)
 
 
 class PictureAxes(Axes):
     """Axes that IPython shows as the figure that they are in."""
 
     def _repr_png_(self) -> bytes:
-        file = BytesIO()
-        self.figure.canvas.figure.savefig(file, format="png")
-        return file.getvalue()
+        return _png(self.figure.canvas.figure)
 
 
 def new_axes() -> Axes:
@@ -40,3 +36,9 @@ def new_axes() -> Axes:
     axes = figure.add_subplot(axes_class=PictureAxes)
     axes.spines[["top", "right"]].set_visible(False)
     return axes
+
+
+def _png(figure: Figure) -> bytes:
+    file = BytesIO()
+    figure.savefig(file, format="png")
+    return file.getvalue()

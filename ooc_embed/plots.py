@@ -280,8 +280,9 @@ def _write_names(ax: Axes, points: np.ndarray, names: Sequence[str]) -> int:
     figure.draw_without_rendering()  # so that the Axes have their final place
     places = Names(ax, points)
     dot = np.sqrt(_DOT_AREA) / 2
+    style = {"fontsize": 8.5, "parse_math": False}  # a name's dollars are no formula
     written = sum(
-        places.place(str(name), (x, y), np.arctan2(y, x), dot, {"fontsize": 8.5}, _REACHES)
+        places.place(str(name), (x, y), np.arctan2(y, x), dot, style, _REACHES)
         for name, (x, y) in zip(names, points, strict=True)
     )
     return len(points) - written
