@@ -1,6 +1,6 @@
 """Embedding tables larger than memory for PyTorch: a torch.nn.Module over a zarr store on disk."""
 
-from . import poincare
+from . import plots, poincare
 from ._version import __version__
 from .clipping import clip_grad_norm_
 from .description import Description
@@ -43,6 +43,7 @@ __all__ = [
     "describe",
     "lookahead",
     "open_table",
+    "plots",
     "poincare",
     "replace_embeddings",
     "rollback",

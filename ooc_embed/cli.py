@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import bench, demo, report
+from . import bench, demo, page, report
 from ._version import __version__
 from .embedding import DiskEmbedding
 from .errors import StoreError
@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
-    except (StoreError, OSError) as error:
+    except (StoreError, OSError, ImportError) as error:  # the last where an extra is missing
         print(f"ooc-embed {args.command}: {error}", file=sys.stderr)
         return 2
 
@@ -55,6 +55,10 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="OUT",
                 help="make a new store there of all rows that are sound; PATH is only read",
             )
+
+    page_maker = commands.add_parser("report", help="write a page about a store")
+    page.add_arguments(page_maker)
+    page_maker.set_defaults(run=page.main)
 
     measure = commands.add_parser("bench", help="measure this machine")
     bench.add_arguments(measure)

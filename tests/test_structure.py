@@ -307,6 +307,7 @@ PUBLIC = {
     "describe",
     "lookahead",
     "open_table",
+    "plots",
     "poincare",
     "replace_embeddings",
     "rollback",
@@ -322,7 +323,7 @@ def test_all_names_are_the_public_api() -> None:
         for name, value in vars(ooc_embed).items()
         if not name.startswith("_") and not inspect.ismodule(value) and name != "annotations"
     }
-    assert public == set(ooc_embed.__all__) - {"__version__", "poincare"}
+    assert public == set(ooc_embed.__all__) - {"__version__", "plots", "poincare"}
 
 
 @pytest.mark.parametrize("name", sorted(PUBLIC))
