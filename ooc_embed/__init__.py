@@ -8,6 +8,7 @@ from .embedding_bag import DiskEmbeddingBag
 from .errors import CorruptStoreError, FormatError, LockedError, StoreError
 from .initializers import Normal, Uniform, Zeros
 from .lookahead import lookahead
+from .plan import Plan, plan
 from .replacement import Replacement, replace_embeddings
 from .restoring import rollback
 from .riemannian import RiemannianAdam, RiemannianSGD
@@ -24,6 +25,7 @@ __all__ = [
     "FormatError",
     "LockedError",
     "Normal",
+    "Plan",
     "Replacement",
     "RiemannianAdam",
     "RiemannianSGD",
@@ -37,6 +39,7 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "lookahead",
+    "plan",
     "poincare",
     "replace_embeddings",
     "rollback",
