@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from functools import partial
@@ -46,25 +47,25 @@ def measure(
     rule: Rule,
     dtype: torch.dtype,
     batch: int,
-    *,
-    nbytes: int = SCRATCH_BYTES,
 ) -> Rates:
     """Writes files into a new folder in ``folder``, times what is done with them, removes them.
+
+    The small table has the planned one's rule, dtype and dim. Its lookups are of rows on pages of
+    their own, and its steps are on ids that repeat as often as the planned one's do.
 
     Args:
         folder: on the disk to measure.
         num_rows, dim, rule, dtype: of the table that is planned.
         batch: ids of a step.
-        nbytes: about the size of the file, and of the small table.
 
     Raises:
         OSError: too little space, or a disk that refuses O_DIRECT.
     """
     record = sum(record_fields(dim, rule).values()) * dtype.itemsize
-    rows = max(nbytes // record, 2 * batch)
-    check_space(folder, 2 * nbytes + 2 * rows * record)
+    rows = max(SCRATCH_BYTES // record, 2 * batch)
+    check_space(folder, 2 * max(SCRATCH_BYTES, rows * record))
     with tempfile.TemporaryDirectory(dir=folder, prefix="ooc-embed-plan-") as scratch:
-        write, read, mixed = _measure_blocks(Path(scratch), nbytes)
+        write, read, mixed = _measure_blocks(Path(scratch))
         path = Path(scratch) / "table.zarr"
         init = RepeatedRows(rows, dim, scale=_ROW_SCALE)
         DiskEmbedding(
@@ -76,12 +77,12 @@ def measure(
     return Rates(write, read, mixed, reads, cached_reads, steps)
 
 
-def _measure_blocks(folder: Path, nbytes: int) -> tuple[float, float, float]:
+def _measure_blocks(folder: Path) -> tuple[float, float, float]:
     """Bytes a second of writes, of reads, and of both at once."""
     file, copy = folder / "blocks", folder / "copy"
-    write = write_sequentially(file, random_floats(0), nbytes)
+    write = write_sequentially(file, random_floats(0), SCRATCH_BYTES)
     read = sequential_read_rate([file])
-    mixed = mixed_rate([file], copy, nbytes=nbytes)
+    mixed = mixed_rate([file], copy, nbytes=SCRATCH_BYTES)
     file.unlink()
     copy.unlink()
     return write, read, mixed
@@ -101,8 +102,14 @@ def _measure_lookups(path: Path, rows: int, record: int, batch: int) -> tuple[fl
         cold = [seconds(partial(table, ids)) for ids in parts]
         warm = [seconds(partial(table, ids)) for ids in parts]
         hot = [seconds(partial(table, parts[-1])) for _ in parts]
-    in_cache = median(hot)
-    return count / (median(cold) - in_cache), count / (median(warm) - in_cache)
+    return _rate(count, cold, hot), _rate(count, warm, hot)
+
+
+def _rate(rows: int, taken: Sequence[float], in_cache: Sequence[float]) -> float:
+    """Rows a second of what lookups took longer than those of rows in the cache."""
+    longer = median(taken) - median(in_cache)
+    # On a busy machine noise may exceed what little a copy out of the page cache takes.
+    return rows / longer if longer > 0 else math.inf
 
 
 def _measure_steps(

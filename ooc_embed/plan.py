@@ -211,6 +211,8 @@ def plan(
     layout = Layout.plan(num_embeddings, sum(fields.values()), dtype_of_files)
     layout.check()
     nbytes = memory // AUTO_SHARE if isinstance(cache_bytes, str) else cache_bytes
+    if not (disk is None or isinstance(disk, (str, Path, Rates))):
+        raise TypeError(f"disk must be a folder or the rates of a plan, got {disk!r}")
     if isinstance(disk, (str, Path)):
         from .calibration import measure  # and with it all that measures, which few plans need
 

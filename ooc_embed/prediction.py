@@ -191,8 +191,9 @@ def predict(
         + moved.evicted * record * (1 / rates.write + 1 / rates.read)
     )
     commit = moved.committed * record / (_COMMIT_SHARE * rates.write) / commit_every
-    # The first commit behind the log's limit seals it.
-    period = math.ceil(layout.log_limit / moved.appended / commit_every) * commit_every
+    # The first commit behind the log's limit seals it, or the step that finds no room in it.
+    commits = math.ceil(layout.log_limit / moved.appended / commit_every)
+    period = min(commits * commit_every, layout.log.capacity / moved.appended)
     read_by_merge = layout.table_bytes + period * moved.appended * record
     merge = _MERGE_FACTOR * read_by_merge / rates.mixed / period
 
