@@ -74,7 +74,7 @@ def measure(
         reads, cached_reads = _measure_lookups(path, rows, record, batch)
         hot = min(rows, 8 * batch)
         steps = _measure_steps(path, hot * (record + SLOT_BYTES), hot, num_rows, batch)
-    return Rates(write, read, mixed, reads, cached_reads, steps)
+    return Rates(record, batch, write, read, mixed, reads, cached_reads, steps)
 
 
 def _measure_blocks(folder: Path) -> tuple[float, float, float]:

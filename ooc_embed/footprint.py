@@ -71,9 +71,16 @@ class Footprint:
         return self.layout.table_bytes
 
     @property
+    def log_records(self) -> int:
+        """Records of a log that a commit seals, at most: half as many as the table has rows, and
+        those of the steps since the commit before."""
+        since = self.commit_every * min(self.batch, self.num_embeddings)
+        return min(self.layout.log_limit + since, self.layout.log.capacity)
+
+    @property
     def log_bytes(self) -> int:
-        """A log at which a commit begins a merge: it has half as many records as the table rows."""
-        return self.layout.log_bytes(self.layout.log_limit)
+        """A log that a commit seals, at most, so that it is merged."""
+        return self.layout.log_bytes(self.log_records)
 
     @property
     def log_bound_bytes(self) -> int:
@@ -82,10 +89,7 @@ class Footprint:
 
     @property
     def merging_bytes(self) -> int:
-        """All of it while a log is merged and the next one fills up, at most.
-
-        A commit takes the log somewhat beyond its limit.
-        """
+        """All of it while one such log is merged and the next one fills up, at most."""
         return self.table_bytes + 2 * self.log_bytes + self._doubled_bytes
 
     @property
@@ -120,7 +124,7 @@ class Footprint:
     def merge_bytes(self) -> int:
         """A merge: a chunk for each of its threads, and two bytes for each record of the log."""
         chunk = self.layout.chunk_bytes
-        return threads_for(chunk) * chunk + 2 * self.layout.log_limit
+        return threads_for(chunk) * chunk + 2 * self.log_records
 
     @property
     def memory_bytes(self) -> int:

@@ -93,11 +93,12 @@ class Plan(Footprint):
 
     def _on_disk(self) -> listing.Section:
         chunks = f"{self.layout.num_chunks:,} files of {human(self.layout.chunk_bytes)}"
+        records = f"{self.log_records:,} records at most"
         return "on disk", [
             size("weights", self.weight_bytes),
             size("the rule's state", self.state_bytes, ", ".join(self.state_fields) or "none"),
             size("table, with a version a row", self.table_bytes, chunks),
-            size("log, when a merge begins", self.log_bytes, "half as many records as rows"),
+            size("log, when a merge begins", self.log_bytes, records),
             size("log, at most", self.log_bound_bytes, "without commits"),
             size("all, while a merge runs", self.merging_bytes, "table and two logs"),
             size("all, at most", self.most_bytes, f"{self.layout.num_files:,} files"),
@@ -184,8 +185,8 @@ def plan(
             use: the machine's, or its cgroup's limit.
         disk: a folder on the disk that the table is to be on: its rates, and those of a step, are
             measured there in about 20 s with a few GB of files, which are removed. Or the
-            ``rates`` of another plan with the same dim, rule, dtype and batch. Without it the plan
-            has no ``speeds``.
+            ``rates`` of another plan with records and batches of the same size, and the same rule.
+            Without it the plan has no ``speeds``.
 
     Raises:
         ValueError, TypeError: an argument is wrong, or no process could map such a table.
@@ -217,6 +218,11 @@ def plan(
         from .calibration import measure  # and with it all that measures, which few plans need
 
         disk = measure(Path(disk), num_embeddings, embedding_dim, rule, dtype, int(batch))
+    if disk is not None and (disk.record_bytes, disk.batch) != (layout.record_bytes, batch):
+        raise ValueError(
+            f"these rates are of records of {disk.record_bytes} bytes and batches of {disk.batch}, "
+            f"the plan has {layout.record_bytes} and {batch}: measure again"
+        )
     return Plan(
         num_embeddings=num_embeddings,
         embedding_dim=embedding_dim,

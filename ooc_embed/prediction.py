@@ -38,6 +38,7 @@ class Rates:
     """What a disk and this machine reach, as ``ooc_embed.plan(..., disk=folder)`` measures them.
 
     Attributes:
+        record_bytes, batch: of the rows and steps that were measured.
         write, read: bytes a second of large blocks, past the page cache.
         mixed: bytes a second that are read while as many are written.
         reads: rows a second that lookups get from the disk.
@@ -46,6 +47,8 @@ class Rates:
             rule, by the distribution of its ids.
     """
 
+    record_bytes: int
+    batch: int
     write: float
     read: float
     mixed: float
