@@ -9,6 +9,7 @@ from .embedding_bag import DiskEmbeddingBag
 from .errors import CorruptStoreError, FormatError, LockedError, StoreError
 from .initializers import Normal, Uniform, Zeros
 from .lookahead import lookahead
+from .plan import Plan, plan
 from .reader import TableReader, describe, open_table
 from .replacement import Replacement, replace_embeddings
 from .restoring import rollback
@@ -27,6 +28,7 @@ __all__ = [
     "FormatError",
     "LockedError",
     "Normal",
+    "Plan",
     "Replacement",
     "RiemannianAdam",
     "RiemannianSGD",
@@ -43,6 +45,7 @@ __all__ = [
     "describe",
     "lookahead",
     "open_table",
+    "plan",
     "plots",
     "poincare",
     "replace_embeddings",

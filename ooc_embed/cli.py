@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import bench, demo, page, report
+from . import bench, demo, page, planning, report
 from ._version import __version__
 from .embedding import DiskEmbedding
 from .errors import StoreError
@@ -39,6 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     demonstration = commands.add_parser("demo", help="train on WordNet with the entities on disk")
     demo.add_arguments(demonstration)
     demonstration.set_defaults(run=demo.main)
+
+    plans = commands.add_parser("plan", help="tell what a table will take, and how fast it trains")
+    planning.add_arguments(plans)
+    plans.set_defaults(run=planning.main)
 
     for name, run, text in (
         ("info", _info, "describe a store"),
