@@ -1,13 +1,16 @@
 """Embedding tables larger than memory for PyTorch: a torch.nn.Module over a zarr store on disk."""
 
-from . import poincare
+from . import plots, poincare
 from ._version import __version__
 from .clipping import clip_grad_norm_
+from .description import Description
 from .embedding import DiskEmbedding
 from .embedding_bag import DiskEmbeddingBag
 from .errors import CorruptStoreError, FormatError, LockedError, StoreError
 from .initializers import Normal, Uniform, Zeros
 from .lookahead import lookahead
+from .plan import Plan, plan
+from .reader import TableReader, describe, open_table
 from .replacement import Replacement, replace_embeddings
 from .restoring import rollback
 from .riemannian import RiemannianAdam, RiemannianSGD
@@ -19,11 +22,13 @@ __all__ = [
     "SGD",
     "Adagrad",
     "CorruptStoreError",
+    "Description",
     "DiskEmbedding",
     "DiskEmbeddingBag",
     "FormatError",
     "LockedError",
     "Normal",
+    "Plan",
     "Replacement",
     "RiemannianAdam",
     "RiemannianSGD",
@@ -32,11 +37,16 @@ __all__ = [
     "SparseAdam",
     "Stats",
     "StoreError",
+    "TableReader",
     "Uniform",
     "Zeros",
     "__version__",
     "clip_grad_norm_",
+    "describe",
     "lookahead",
+    "open_table",
+    "plan",
+    "plots",
     "poincare",
     "replace_embeddings",
     "rollback",

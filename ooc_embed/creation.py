@@ -61,7 +61,7 @@ def create_table(
         FileExistsError: ``path`` exists.
         OSError: the disk is full, or failed.
     """
-    _check_sizes(*shape, chunk_rows)
+    check_sizes(*shape, chunk_rows)
     check_cache(cache_bytes)
     check_count("keep_commits", keep_commits)
     rule = rules.SparseAdam() if rule is None else rule
@@ -82,7 +82,7 @@ def create_table(
         table_id=str(uuid.uuid4()),
         embedding_dim=embedding_dim,
         padding_idx=_padding(padding_idx, num_embeddings),
-        dtype=_dtype_name(dtype),
+        dtype=dtype_name(dtype),
         fields=fields,
         rule=rules.to_json(rule),
         init=initializers.to_json(start),
@@ -147,7 +147,7 @@ def _beginning(
     return History((Commit.now(0, facts, (LogState(0),)),), keep)
 
 
-def _check_sizes(num_embeddings: int, embedding_dim: int, chunk_rows: int | None) -> None:
+def check_sizes(num_embeddings: int, embedding_dim: int, chunk_rows: int | None) -> None:
     sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
     if chunk_rows is not None:
         sizes["chunk_rows"] = chunk_rows
@@ -188,7 +188,7 @@ def _padding(padding_idx: int | None, num_embeddings: int) -> int | None:
     return int(padding_idx) % num_embeddings
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     if dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             f"dtype {dtype} is refused: with 16 bits eps=1e-8 is 0 and a second moment overflows, "

@@ -261,7 +261,7 @@ class RowwiseAdagrad(Rule):
         weight.sub_(grad / (total.sqrt() + group["eps"]), alpha=float(group["lr"]))
 
 
-_RULES: dict[str, type[Rule]] = {
+RULES: dict[str, type[Rule]] = {
     rule.name: rule
     for rule in (SparseAdam, SGD, Adagrad, RowwiseAdagrad, RiemannianAdam, RiemannianSGD)
 }
@@ -278,4 +278,4 @@ def from_json(value: Mapping[str, Any]) -> Rule:
         KeyError: an unknown rule, or a hyper-parameter it does not have.
     """
     arguments = from_plain(value)
-    return _RULES[arguments.pop("name")](**arguments)
+    return RULES[arguments.pop("name")](**arguments)

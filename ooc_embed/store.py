@@ -88,7 +88,9 @@ class Store:
             OSError: the disk is full, or failed.
         """
         claim.check_free(path, overwrite=overwrite)
-        layout = Layout.plan(manifest, chunk_rows)
+        layout = Layout.plan(
+            manifest.num_embeddings, manifest.width, manifest.numpy_dtype, chunk_rows
+        )
         layout.check()
         _warn_if_short_of_space(path, layout)
         warn_of_network(path)
@@ -381,7 +383,7 @@ def _rename_manifest(path: Path, data: bytes) -> None:
 
 
 def _warn_if_short_of_space(path: Path, layout: Layout) -> None:
-    table = layout.num_chunks * layout.chunk_bytes
+    table = layout.table_bytes
     log = 2 * layout.log_limit * layout.record_bytes
     free = free_bytes(path)
     if free < table + log:
