@@ -2,10 +2,13 @@
 
 from . import poincare
 from ._version import __version__
+from .archive_embedding import ArchiveEmbedding
 from .clipping import clip_grad_norm_
 from .embedding import DiskEmbedding
 from .embedding_bag import DiskEmbeddingBag
 from .errors import CorruptStoreError, FormatError, LockedError, StoreError
+from .exporting import export_table, freeze_table
+from .importing import import_table
 from .initializers import Normal, Uniform, Zeros
 from .lookahead import lookahead
 from .replacement import Replacement, replace_embeddings
@@ -18,6 +21,7 @@ from .views import RowView
 __all__ = [
     "SGD",
     "Adagrad",
+    "ArchiveEmbedding",
     "CorruptStoreError",
     "DiskEmbedding",
     "DiskEmbeddingBag",
@@ -36,6 +40,9 @@ __all__ = [
     "Zeros",
     "__version__",
     "clip_grad_norm_",
+    "export_table",
+    "freeze_table",
+    "import_table",
     "lookahead",
     "poincare",
     "replace_embeddings",

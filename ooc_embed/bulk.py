@@ -29,7 +29,7 @@ def check_source(name: str, source: Any, shape: tuple[int, int]) -> None:
         TypeError: its elements are no real numbers.
     """
     found = tuple(source.shape)
-    if found != shape:
+    if found != shape and (*found, 1) != shape:
         raise ValueError(f"{name} has the shape {found}, the table has {shape}")
     block = _block(source, 0, 1)
     if block.dtype.kind not in "fiu":
@@ -60,8 +60,9 @@ def chunks(
     The same ``(chunk_rows, W)`` buffer is yielded again and again.
 
     Args:
-        sources: columns of a field, its ``(N, columns)``: a tensor, an array, a memmap, a zarr
-            array; each is read once, by slices; and what becomes of its rows.
+        sources: columns of a field, its ``(N, columns)``, or ``(N,)`` where it is one: a tensor, an
+            array, a memmap, a zarr array; each is read once, by slices; and what becomes of its
+            rows.
         constants: columns, and the number that all rows have there.
         layout: the table's.
     """
@@ -85,5 +86,5 @@ def _block(source: Any, start: int, stop: int) -> np.ndarray:
     block = source[start:stop]
     if isinstance(block, torch.Tensor):
         block = block.detach().cpu()
-        return (block.float() if block.dtype == torch.bfloat16 else block).numpy()
-    return np.asarray(block)
+        block = (block.float() if block.dtype == torch.bfloat16 else block).numpy()
+    return np.asarray(block).reshape(stop - start, -1)

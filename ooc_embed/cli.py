@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import bench, demo, report
+from . import archive_commands, bench, demo, report
 from ._version import __version__
 from .embedding import DiskEmbedding
 from .errors import StoreError
@@ -54,6 +54,13 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="OUT",
                 help="make a new store there of all rows that are sound; PATH is only read",
             )
+
+    archive_commands.add_export_arguments(
+        commands.add_parser("export", help="write a store's rows for other readers, compressed")
+    )
+    archive_commands.add_import_arguments(
+        commands.add_parser("import", help="make a store of an archive or a file of weights")
+    )
 
     measure = commands.add_parser("bench", help="measure this machine")
     bench.add_arguments(measure)

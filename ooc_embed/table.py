@@ -86,6 +86,15 @@ class Table(OpenTable):
         with self._guard.reading():
             return self._rows.read(rows, self.spans[field], counted=counted)
 
+    def records(self, rows: torch.Tensor) -> torch.Tensor:
+        """All fields of ``(n,) int64`` rows, in any order; neither cache nor disk change.
+
+        Returns:
+            ``(n, W)``.
+        """
+        with self._guard.reading():
+            return self._rows.records_of(rows)
+
     # Stepping
 
     def prepare(
