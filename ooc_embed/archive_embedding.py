@@ -6,10 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from .archive import open_archive
+from .errors import CorruptStoreError
 from .gradients import sort_rows
 from .ids import check_range, flat_ids
 
@@ -92,22 +94,31 @@ class ArchiveEmbedding(nn.Module):
             block_rows: rows in a block; the last may have fewer.
         """
         for start in range(0, self.num_embeddings, block_rows):
-            yield start, self._tensor(self._weight[start : start + block_rows])
+            yield start, self._stored(slice(start, start + block_rows))
 
     def _read(self, rows: torch.Tensor) -> torch.Tensor:
         """Weights of sorted unique rows; those beyond ``max_norm`` are scaled down to it, as a
         table would have them after a lookup."""
         if not len(rows):
             return self.anchor.new_empty(0, self.embedding_dim, device="cpu")
-        weights = self._tensor(self._weight.oindex[rows.numpy()])
+        weights = self._stored(rows.numpy())
         if self.max_norm is not None:
             norms = weights.norm(self.norm_type, dim=1, keepdim=True)
             scale = torch.where(norms > self.max_norm, self.max_norm / (norms + 1e-7), 1.0)
             weights = weights * scale
         return weights
 
-    def _tensor(self, rows: Any) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self.anchor.dtype)
+    def _stored(self, rows: slice | np.ndarray) -> torch.Tensor:
+        """Weights of a range, or of ascending rows, as they are in the archive.
+
+        Raises:
+            CorruptStoreError: a chunk fails its checksum.
+        """
+        try:
+            found = self._weight.oindex[rows]
+        except ValueError as error:
+            raise CorruptStoreError(f"{self.path / 'weight'} is damaged: {error}") from error
+        return torch.from_numpy(found).to(self.anchor.dtype)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "

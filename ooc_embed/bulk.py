@@ -43,8 +43,9 @@ def check_rows(source: Any, rule: Rule, dtype: torch.dtype) -> None:
         ValueError: a row cannot be the table's.
     """
     shifts = [torch.empty(0)]
-    for start in range(0, len(source), _CHECKED_ROWS):
-        block = _block(source, start, min(start + _CHECKED_ROWS, len(source)))
+    count = source.shape[0]
+    for start in range(0, count, _CHECKED_ROWS):
+        block = _block(source, start, min(start + _CHECKED_ROWS, count))
         rows = torch.as_tensor(block, dtype=dtype, device="cpu")
         shifts.append(rule.shifts(rows, rule.admit(rows)))
     tell_shifts(torch.cat(shifts))

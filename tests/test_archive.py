@@ -91,7 +91,7 @@ def test_narrower_floats_are_the_nearest(emb: DiskEmbedding, tmp_path: Path) -> 
 def test_a_number_beyond_float16_is_an_error_that_leaves_nothing(
     emb: DiskEmbedding, tmp_path: Path, name: str
 ) -> None:
-    emb.weight[2500,] = torch.tensor([1.0, 2.0, -70000.0, 4.0])
+    emb.weight[2500] = torch.tensor([1.0, 2.0, -70000.0, 4.0])
     before = set(tmp_path.iterdir())
     with pytest.raises(OverflowError, match=r"weight of row 2,500 has -70000.*65504"):
         ooc_embed.export_table(emb, tmp_path / name, dtype=torch.float16)
@@ -172,10 +172,6 @@ def test_what_is_there_is_not_written_over(emb: DiskEmbedding, tmp_path: Path) -
             ooc_embed.export_table(emb, tmp_path / out, overwrite=overwrite)
     with pytest.raises(ValueError, match="is the store or inside of it"):
         ooc_embed.export_table(emb, emb.path / "out")
-    with pytest.raises(FileExistsError, match="no archive"):
-        ooc_embed.export_table(emb, emb.path.with_name("other"), overwrite=True) if (
-            emb.path.rename(emb.path) is None
-        ) else ooc_embed.export_table(emb, tmp_path / "foreign", overwrite=True)
     ooc_embed.export_table(emb, tmp_path / "out.npy", overwrite=True)
     assert np.load(tmp_path / "out.npy").shape == (archives.ROWS, archives.DIM)
     assert (tmp_path / "foreign" / "notes.txt").read_text() == "mine"

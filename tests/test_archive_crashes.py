@@ -20,7 +20,7 @@ import torch
 from power_cut import Disk
 
 import ooc_embed
-from ooc_embed import DiskEmbedding, single_file
+from ooc_embed import DiskEmbedding
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS: dict[str, Any] = {"fields": ["weight", "version"], "codec": "zstd"}
@@ -104,7 +104,7 @@ def test_shards_that_are_there_are_not_written_again(store: Path, quick: Path) -
         ooc_embed.export_table(store, out, **OPTIONS)
     shard = out / "weight" / "c.0.0"
     before = shard.stat().st_ino, shard.stat().st_mtime_ns
-    with pytest.raises(ooc_embed.FormatError, match=r"unfinished export of commit .* step 3"):
+    with pytest.raises(ooc_embed.FormatError, match=r"unfinished export of commit .*step 3"):
         ooc_embed.ArchiveEmbedding(out)
     with pytest.raises(ooc_embed.FormatError, match="the same `ooc-embed export` again"):
         ooc_embed.import_table(out, quick / "no")
@@ -139,14 +139,14 @@ def test_a_full_disk_is_an_error_and_the_same_call_goes_on(
     store: Path, quick: Path, name: str
 ) -> None:
     ooc_embed.export_table(store, quick / f"want{name}")
-    count = 0
+    count, single = 0, name != "out"
 
     def fail(call: str, arguments: tuple[Any, ...]) -> None:
         nonlocal count
-        count += call in ("pwrite", "posix_fallocate") and name in str(
-            system_calls.target(arguments)
-        )
-        if count == 2:
+        if call in ("pwrite", "posix_fallocate"):
+            count += 1
+            if count != 4 and not (single and count == 2):
+                return
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     (quick / "disk").mkdir()
@@ -179,7 +179,6 @@ def test_a_file_is_there_whole_or_not_at_all(store: Path, quick: Path) -> None:
         assert not (place / "out.npy").exists() or (place / "out.npy").read_bytes() == want
         ooc_embed.export_table(store, place / "out.npy", overwrite=True)
         assert files(place) == {"out.npy": want}
-    assert single_file.__doc__
 
 
 def test_two_exports_at_once_are_refused(store: Path, quick: Path) -> None:
