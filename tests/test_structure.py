@@ -69,6 +69,7 @@ CORE = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MEASURING = (
     "bench",
     "bench_all",
+    "bench_archive",
     "bench_cold",
     "bench_commit",
     "bench_growth",
