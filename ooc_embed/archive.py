@@ -144,6 +144,7 @@ def plan_rows(manifest: Manifest, dtype: str, chunk_rows: int | None) -> tuple[i
     if chunk_rows is None:
         fitting = max(_CHUNK_BYTES // row_bytes, 1)
         chunk_rows = 1 << (min(fitting, rows).bit_length() - 1)
+    chunk_rows = min(chunk_rows, rows)
     most = max(_SHARD_BYTES // row_bytes, 1)
     even = -(-rows // -(-rows // most))  # shards of one size, so that the last is not mostly empty
     unit = chunk_rows * _MORE_ROWS

@@ -109,6 +109,7 @@ def _write_shards(out: Path, description: Description, read: ReadShard) -> None:
     encoder = ShardEncoder(description)
     for name in description.fields:
         durable.make_directory(out / name)
+        durable.remove_temporaries(out / name)
     for index in progress(range(description.num_shards), "exporting rows", "shard"):
         files = {
             name: out / name / shard_name(description.shape(name), index)

@@ -82,6 +82,8 @@ def _as_archive(source: Path, path: Path) -> Archive | None:
 
 def _why_not(description: Description) -> str:
     """Why a table cannot be gone on with, or nothing."""
+    if not rules.from_json(description.manifest.rule).trains:
+        return "it is of a frozen store, which has no optimizer"
     if description.missing:
         return f"it has no {', '.join(description.missing)}"
     if description.dtype == "float16" and len(description.fields) > 2:

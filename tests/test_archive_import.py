@@ -132,6 +132,18 @@ def test_other_files_of_weights_are_imported(stores, tmp_path: Path) -> None:
         ooc_embed.import_table(tmp_path / "rows.npy", tmp_path / "no", resume=True)
 
 
+def test_an_archive_of_a_frozen_store_gives_weights(stores, tmp_path: Path) -> None:
+    with archives.trained(stores.new_path()) as emb:
+        ooc_embed.freeze_table(emb, frozen := stores.new_path())
+        weight = emb.weight[:]
+    ooc_embed.export_table(frozen, tmp_path / "out", fields="all")
+    with pytest.raises(ValueError, match="of a frozen store, which has no optimizer"):
+        ooc_embed.import_table(tmp_path / "out", tmp_path / "no", resume=True)
+    with ooc_embed.import_table(tmp_path / "out", stores.new_path()) as new:
+        assert torch.equal(new.weight[:], weight)
+        assert new.step == 0
+
+
 def test_options_that_a_resumed_table_has_itself_are_refused(stores, tmp_path: Path) -> None:
     with archives.trained(stores.new_path()) as emb:
         ooc_embed.export_table(emb, tmp_path / "out", fields="all")
