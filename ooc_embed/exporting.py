@@ -55,7 +55,8 @@ def export_table(
         store: a store's folder; or an open layer: a reader's commit, or what a writer commits now.
         out: where to write.
         fields: names, or ``"all"``, which `import_table` needs to resume training.
-        codec: ``"zstd"``, ``"blosc-lz4"`` (with shuffled bytes) or ``"none"``, of a zarr group.
+        codec: of a zarr group: ``"zstd"`` or ``"blosc-lz4"``, both in Blosc's container, with bits
+            or bytes shuffled; or ``"none"``.
         bitround: bits of the mantissa to keep of each float: the others become 0, and compress.
         dtype: ``torch.float16``, ``float32`` or ``float64``, not wider than the table's, which is
             the default.
