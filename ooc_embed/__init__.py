@@ -2,11 +2,14 @@
 
 from . import plots, poincare
 from ._version import __version__
+from .archive_embedding import ArchiveEmbedding
 from .clipping import clip_grad_norm_
 from .description import Description
 from .embedding import DiskEmbedding
 from .embedding_bag import DiskEmbeddingBag
 from .errors import CorruptStoreError, FormatError, LockedError, StoreError
+from .exporting import export_table, freeze_table
+from .importing import import_table
 from .initializers import Normal, Uniform, Zeros
 from .lookahead import lookahead
 from .plan import Plan, plan
@@ -21,6 +24,7 @@ from .views import RowView
 __all__ = [
     "SGD",
     "Adagrad",
+    "ArchiveEmbedding",
     "CorruptStoreError",
     "Description",
     "DiskEmbedding",
@@ -43,6 +47,9 @@ __all__ = [
     "__version__",
     "clip_grad_norm_",
     "describe",
+    "export_table",
+    "freeze_table",
+    "import_table",
     "lookahead",
     "open_table",
     "plan",

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import bench, demo, page, planning, report
+from . import archive_commands, bench, demo, page, planning, report
 from ._version import __version__
 from .embedding import DiskEmbedding
 from .errors import StoreError
@@ -63,6 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     page_maker = commands.add_parser("report", help="write a page about a store")
     page.add_arguments(page_maker)
     page_maker.set_defaults(run=page.main)
+    archive_commands.add_export_arguments(
+        commands.add_parser("export", help="write a store's rows for other readers, compressed")
+    )
+    archive_commands.add_import_arguments(
+        commands.add_parser("import", help="make a store of an archive or a file of weights")
+    )
 
     measure = commands.add_parser("bench", help="measure this machine")
     bench.add_arguments(measure)

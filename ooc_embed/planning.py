@@ -13,7 +13,9 @@ from . import memory_limit, rules
 from .plan import plan
 
 _RULES = {
-    re.sub("(?<=[a-z])(?=[A-Z])", "-", name).lower(): kind for name, kind in rules.RULES.items()
+    re.sub("(?<=[a-z])(?=[A-Z])", "-", name).lower(): kind
+    for name, kind in rules.RULES.items()
+    if kind.trains
 }
 
 

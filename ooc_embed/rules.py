@@ -261,9 +261,20 @@ class RowwiseAdagrad(Rule):
         weight.sub_(grad / (total.sqrt() + group["eps"]), alpha=float(group["lr"]))
 
 
+@dataclass(frozen=True)
+class Frozen(Rule):
+    """No optimizer: the rule of a store of weights that are only read."""
+
+    name: ClassVar[str] = "Frozen"
+    trains: ClassVar[bool] = False
+
+    def fields(self, dim: int) -> dict[str, int]:
+        return {}
+
+
 RULES: dict[str, type[Rule]] = {
     rule.name: rule
-    for rule in (SparseAdam, SGD, Adagrad, RowwiseAdagrad, RiemannianAdam, RiemannianSGD)
+    for rule in (SparseAdam, SGD, Adagrad, RowwiseAdagrad, RiemannianAdam, RiemannianSGD, Frozen)
 }
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from . import claim, durable
+from .archive import ARCHIVE
 from .arrays import array_facts, check_metadata, lengthen, make_arrays, read_metadata
 from .disk_facts import free_bytes, warn_of_network
 from .errors import CorruptStoreError, FormatError
@@ -274,7 +275,13 @@ class Store:
         path = self.path / "zarr.json"
         try:
             data = path.read_bytes()
-            value = json_object(data)["attributes"][ATTRIBUTE]
+            attributes = json_object(data)["attributes"]
+            if ATTRIBUTE not in attributes and ARCHIVE in attributes:
+                raise FormatError(
+                    f"{self.path} is an archive, which `ooc-embed import` makes a store of, and "
+                    f"ooc_embed.ArchiveEmbedding(path) reads as it is"
+                )
+            value = attributes[ATTRIBUTE]
         except FileNotFoundError:
             raise FormatError(f"{path} is missing: no store, or an unfinished creation") from None
         except (ValueError, KeyError, TypeError) as error:

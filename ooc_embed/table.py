@@ -93,6 +93,15 @@ class Table(OpenTable):
             stored, layout = self._storage.stored, self.store.layout
             return count_touched(self.cache, stored, layout, self._version)
 
+    def records(self, rows: torch.Tensor) -> torch.Tensor:
+        """All fields of ``(n,) int64`` rows, in any order; neither cache nor disk change.
+
+        Returns:
+            ``(n, W)``.
+        """
+        with self._guard.reading():
+            return self._rows.records_of(rows)
+
     # Stepping
 
     def prepare(

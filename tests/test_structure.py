@@ -45,8 +45,9 @@ LAYERS = (
     ("history", "merge", "places"),
     ("manifest",),
     ("arrays", "claim"),
+    ("archive",),
     ("store",),
-    ("soundness", "bulk", "logs", "snapshot"),
+    ("soundness", "bulk", "logs", "snapshot", "archive_folder", "single_file"),
     ("merging", "moving"),
     ("chunks", "salvage"),
     ("stored",),
@@ -61,7 +62,7 @@ LAYERS = (
     ("module",),
     ("layer",),
     ("embedding", "embedding_bag", "clipping", "restoring"),
-    ("replacement",),
+    ("replacement", "exporting", "importing", "archive_embedding"),
     ("lookahead",),
 )
 CORE = {name: rank for rank, names in enumerate(LAYERS) for name in names}
@@ -69,6 +70,7 @@ CORE = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 MEASURING = (
     "bench",
     "bench_all",
+    "bench_archive",
     "bench_cold",
     "bench_commit",
     "bench_growth",
@@ -177,9 +179,10 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         visit(name, ())
 
 
-def test_only_arrays_imports_zarr_among_core_modules() -> None:
+def test_only_two_modules_import_zarr_among_core_modules() -> None:
     assert [name for name in CORE if name in MODULES and "zarr" in outside_imports(name)] == [
-        "arrays"
+        "arrays",
+        "archive",
     ]
 
 
@@ -286,6 +289,7 @@ def test_nothing_in_the_package_sleeps_or_asserts_a_users_mistake(name: str) -> 
 
 PUBLIC = {
     "Adagrad",
+    "ArchiveEmbedding",
     "CorruptStoreError",
     "Description",
     "DiskEmbedding",
@@ -307,6 +311,9 @@ PUBLIC = {
     "Zeros",
     "clip_grad_norm_",
     "describe",
+    "export_table",
+    "freeze_table",
+    "import_table",
     "lookahead",
     "open_table",
     "plan",
