@@ -167,7 +167,7 @@ def touched(table: Inspectable, ax: Axes | None = None, *, max_rows: int = MAX_R
 
 
 def rates(history: Sequence[Stats], ax: Axes | None = None) -> Axes:
-    """Rows looked up a second, and the cache's share of them, from one `ooc_embed.Stats` to another.
+    """Rows looked up a second, and the cache's share, from one `ooc_embed.Stats` to another.
 
     ::
 
