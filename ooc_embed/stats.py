@@ -14,7 +14,7 @@ class Stats:
     difference, and `ooc_embed.plots.rates` draws it.
 
     Attributes:
-        seconds: since it was opened.
+        seconds: since it was opened. Two that differ only in it are equal: nothing was done.
         hits, misses: rows that lookups found in the cache, or not. Each unique row of a lookup
             counts once, in training and evaluation, also in batches larger than the cache; a step
             and the views count nothing. A reader has no cache, so all its rows are misses.
@@ -29,7 +29,7 @@ class Stats:
             time until the table used the last chunk.
     """
 
-    seconds: float
+    seconds: float = field(compare=False)
     hits: int
     misses: int
     evictions: int
