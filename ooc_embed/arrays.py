@@ -1,7 +1,7 @@
 """The zarr arrays of a store: their metadata and creation. Knows zarr; knows no rows.
 
-The only importer of zarr, which describes the arrays in memory: files are written as all others of
-a store, here and when a table grows.
+The only importer of zarr beside `archive`. It describes the arrays in memory: files are written as
+all others of a store, here and when a table grows.
 """
 
 from __future__ import annotations

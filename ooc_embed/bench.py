@@ -12,6 +12,7 @@ from typing import Any
 
 from . import (
     bench_all,
+    bench_archive,
     bench_cold,
     bench_commit,
     bench_growth,
@@ -99,6 +100,12 @@ _PARTS = {
         bench_rules.Settings(),
         {"rows": 50_000, "batch": 1024, "rounds": 3, "steps": 5},
     ),
+    "archive": _Part(
+        "sizes, speeds and errors of archives of a trained table",
+        bench_archive.measure,
+        bench_archive.Settings(),
+        {"steps": 20, "codecs": ("zstd", "none"), "bitrounds": (0, 7), "dtypes": ("float32",)},
+    ),
     "growth": _Part(
         "the same steps on tables of several sizes",
         bench_growth.measure,
@@ -117,6 +124,7 @@ _ALL = (
     ("lookahead",),
     ("growth",),
     ("rules",),
+    ("archive",),
 )
 _ALL_QUICK = (("hot",), ("hot", "--cache-fraction", "0.1"), *_ALL[2:])
 
@@ -135,6 +143,10 @@ _HELP = {
     "memory_limit": "for everything, page cache included",
     "dirty": "rows of a commit",
     "touched": "rows that the log holds",
+    "trained": "folder of an `ooc-embed demo`, whose table is taken; else one is trained",
+    "codecs": "of the archives",
+    "bitrounds": "bits of the mantissa that are kept, 0 for all",
+    "dtypes": "of the archives",
     "hit_rate": "part of a batch that is in the cache",
     "seed": "of everything that is drawn",
 }

@@ -29,7 +29,7 @@ def check_source(name: str, source: Any, shape: tuple[int, int]) -> None:
         TypeError: its elements are no real numbers.
     """
     found = tuple(source.shape)
-    if found != shape:
+    if found != shape and (*found, 1) != shape:
         raise ValueError(f"{name} has the shape {found}, the table has {shape}")
     block = _block(source, 0, 1)
     if block.dtype.kind not in "fiu":
@@ -43,8 +43,9 @@ def check_rows(source: Any, rule: Rule, dtype: torch.dtype) -> None:
         ValueError: a row cannot be the table's.
     """
     shifts = [torch.empty(0)]
-    for start in range(0, len(source), _CHECKED_ROWS):
-        block = _block(source, start, min(start + _CHECKED_ROWS, len(source)))
+    count = source.shape[0]
+    for start in range(0, count, _CHECKED_ROWS):
+        block = _block(source, start, min(start + _CHECKED_ROWS, count))
         rows = torch.as_tensor(block, dtype=dtype, device="cpu")
         shifts.append(rule.shifts(rows, rule.admit(rows)))
     tell_shifts(torch.cat(shifts))
@@ -60,8 +61,9 @@ def chunks(
     The same ``(chunk_rows, W)`` buffer is yielded again and again.
 
     Args:
-        sources: columns of a field, its ``(N, columns)``: a tensor, an array, a memmap, a zarr
-            array; each is read once, by slices; and what becomes of its rows.
+        sources: columns of a field, its ``(N, columns)``, or ``(N,)`` where it is one: a tensor, an
+            array, a memmap, a zarr array; each is read once, by slices; and what becomes of its
+            rows.
         constants: columns, and the number that all rows have there.
         layout: the table's.
     """
@@ -85,5 +87,5 @@ def _block(source: Any, start: int, stop: int) -> np.ndarray:
     block = source[start:stop]
     if isinstance(block, torch.Tensor):
         block = block.detach().cpu()
-        return (block.float() if block.dtype == torch.bfloat16 else block).numpy()
-    return np.asarray(block)
+        block = (block.float() if block.dtype == torch.bfloat16 else block).numpy()
+    return np.asarray(block).reshape(stop - start, -1)

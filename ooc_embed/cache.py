@@ -23,7 +23,7 @@ _SORTED_SLOTS = 1 << 22
 _BLOCK_ROWS = 1 << 20
 _INT32_POSITIONS = 2**31 - 1
 # The part of the memory a process may use that a cache takes by default.
-_AUTO_SHARE = 4
+AUTO_SHARE = 4
 
 
 def slots_for(cache_bytes: int | str, num_rows: int, record_bytes: int) -> int:
@@ -32,8 +32,13 @@ def slots_for(cache_bytes: int | str, num_rows: int, record_bytes: int) -> int:
     ``"auto"`` is a quarter of the memory that this process may use.
     """
     if isinstance(cache_bytes, str):
-        cache_bytes = usable_memory() // _AUTO_SHARE
+        cache_bytes = usable_memory() // AUTO_SHARE
     return max(1, min(cache_bytes // (record_bytes + SLOT_BYTES), num_rows))
+
+
+def map_dtype(places: int) -> torch.dtype:
+    """The element type of a map of rows to so many places."""
+    return torch.int32 if places < _INT32_POSITIONS else torch.int64
 
 
 class RowCache:
@@ -78,8 +83,7 @@ class RowCache:
         Raises:
             OSError: there is no memory for it.
         """
-        index = torch.int32 if places < _INT32_POSITIONS else torch.int64
-        return huge_zeros((num_rows,), index)
+        return huge_zeros((num_rows,), map_dtype(places))
 
     def close(self) -> None:
         """Let go of the memory, though somebody may still have the cache: it has no rows then."""

@@ -7,10 +7,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import bench, demo, report
+from . import archive_commands, bench, demo, page, planning, report
 from ._version import __version__
 from .embedding import DiskEmbedding
 from .errors import StoreError
+from .reader import describe
 from .salvage import check_target, salvage
 
 
@@ -23,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     try:
         return int(args.run(args))
-    except (StoreError, OSError) as error:
+    except (StoreError, OSError, ImportError) as error:  # the last where an extra is missing
         print(f"ooc-embed {args.command}: {error}", file=sys.stderr)
         return 2
 
@@ -38,6 +39,10 @@ def _parser() -> argparse.ArgumentParser:
     demonstration = commands.add_parser("demo", help="train on WordNet with the entities on disk")
     demo.add_arguments(demonstration)
     demonstration.set_defaults(run=demo.main)
+
+    plans = commands.add_parser("plan", help="tell what a table will take, and how fast it trains")
+    planning.add_arguments(plans)
+    plans.set_defaults(run=planning.main)
 
     for name, run, text in (
         ("info", _info, "describe a store"),
@@ -55,6 +60,16 @@ def _parser() -> argparse.ArgumentParser:
                 help="make a new store there of all rows that are sound; PATH is only read",
             )
 
+    page_maker = commands.add_parser("report", help="write a page about a store")
+    page.add_arguments(page_maker)
+    page_maker.set_defaults(run=page.main)
+    archive_commands.add_export_arguments(
+        commands.add_parser("export", help="write a store's rows for other readers, compressed")
+    )
+    archive_commands.add_import_arguments(
+        commands.add_parser("import", help="make a store of an archive or a file of weights")
+    )
+
     measure = commands.add_parser("bench", help="measure this machine")
     bench.add_arguments(measure)
     measure.set_defaults(run=bench.main)
@@ -62,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _info(args: argparse.Namespace) -> int:
-    print(report.describe(args.path))
+    encoding = sys.stdout.encoding or "utf-8"
+    # Not every terminal, or file that it goes to, has the characters that bars are made of.
+    print(str(describe(args.path)).encode(encoding, "replace").decode(encoding))
     return 0
 
 

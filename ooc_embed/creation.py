@@ -6,7 +6,8 @@ All checks come before the first write.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -52,8 +53,8 @@ def create_table(
         arguments: what the store keeps of the layer's.
         rule: None is `SparseAdam` with its defaults.
         group_options: what the first param group has beside the rule's values.
-        state: fields of the optimizer to begin with, name to ``(N, columns)``, beside an ``init``
-            of the full shape.
+        state: fields to begin with, name to ``(N, columns)``: of the optimizer, beside an ``init``
+            of the full shape; or all of them, where ``init`` is what rows of version 0 begin as.
         step: steps taken already.
 
     Raises:
@@ -61,7 +62,7 @@ def create_table(
         FileExistsError: ``path`` exists.
         OSError: the disk is full, or failed.
     """
-    _check_sizes(*shape, chunk_rows)
+    check_sizes(*shape, chunk_rows)
     check_cache(cache_bytes)
     check_count("keep_commits", keep_commits)
     rule = rules.SparseAdam() if rule is None else rule
@@ -73,27 +74,34 @@ def create_table(
     if hasattr(init, "shape"):
         sources["weight"] = init
     for name, source in sources.items():
-        title = "init" if name == "weight" else name
+        title = "init" if source is init else name
         bulk.check_source(title, source, (num_embeddings, fields[name]))
     if "weight" in sources and rule.restricts:
         bulk.check_rows(sources["weight"], rule, dtype)
-    start = _start(rule, init, embedding_dim, dtype, given=bool(sources))
+    start = _start(rule, init, embedding_dim, dtype, given=hasattr(init, "shape"))
     manifest = Manifest(
         table_id=str(uuid.uuid4()),
         embedding_dim=embedding_dim,
         padding_idx=_padding(padding_idx, num_embeddings),
-        dtype=_dtype_name(dtype),
+        dtype=dtype_name(dtype),
         fields=fields,
         rule=rules.to_json(rule),
         init=initializers.to_json(start),
         seed=_seed(seed),
         module=arguments,
-        history=_beginning([group], step, num_embeddings, int(keep_commits), written=bool(sources)),
+        history=_beginning([group], step, num_embeddings, int(keep_commits)),
     )
     manifest.check()
 
-    rows = _given_rows(rule, fields, sources) if sources else None
-    store = Store.create(path, manifest, chunk_rows, rows, overwrite=overwrite)
+    given = _GivenRows(rule, fields, sources)
+    store = Store.create(
+        path,
+        manifest,
+        chunk_rows,
+        given.chunks if sources else None,
+        overwrite=overwrite,
+        finish=given.count,
+    )
     try:
         table = Table(store, cache_bytes)
         store.name_holder()
@@ -103,24 +111,37 @@ def create_table(
         raise
 
 
-def _given_rows(
-    rule: Rule, fields: Mapping[str, int], sources: Mapping[str, Any]
-) -> Callable[[Layout], Iterable[np.ndarray]]:
-    """Gives the content of every chunk file, of rows that are given."""
-    spans = field_spans(fields)
-    constants = {**rule.initial(), VERSION_FIELD: 1.0}
+class _GivenRows:
+    """Gives the content of every chunk file, of rows that are given.
 
-    def rows(layout: Layout) -> Iterable[np.ndarray]:
-        return bulk.chunks(
-            [
-                (spans[name], source, rule.admit if name == "weight" else None)
-                for name, source in sources.items()
-            ],
-            [(spans[name], value) for name, value in constants.items()],
-            layout,
-        )
+    With versions among the fields, a row of version 0 is none: it has its initial value.
+    """
 
-    return rows
+    def __init__(self, rule: Rule, fields: Mapping[str, int], sources: Mapping[str, Any]) -> None:
+        spans = field_spans(fields)
+        self._version = spans[VERSION_FIELD].start
+        self._versions_given = VERSION_FIELD in sources
+        self._sources = [
+            (spans[name], source, rule.admit if name == "weight" else None)
+            for name, source in sources.items()
+        ]
+        constants = {**rule.initial(), VERSION_FIELD: 1.0}
+        self._constants = [(spans[name], value) for name, value in constants.items()]
+        self._written = 0
+
+    def chunks(self, layout: Layout) -> Iterator[np.ndarray | None]:
+        """Yield each chunk; None where there is no row in it."""
+        for chunk in bulk.chunks(self._sources, self._constants, layout):
+            written = chunk[:, self._version] != 0
+            if self._versions_given:
+                chunk[~written] = 0
+            self._written += int(written.sum())
+            yield chunk if written.any() else None
+
+    def count(self, manifest: Manifest) -> Manifest:
+        """The manifest with the number of rows that were given."""
+        commit = replace(manifest.commit, rows_written=self._written)
+        return replace(manifest, history=replace(manifest.history, commits=(commit,)))
 
 
 def _start(
@@ -135,19 +156,19 @@ def _start(
 
 
 def _beginning(
-    param_groups: list[dict[str, Any]], step: int, num_embeddings: int, keep: int, *, written: bool
+    param_groups: list[dict[str, Any]], step: int, num_embeddings: int, keep: int
 ) -> History:
     """The one commit that a table begins with."""
     facts = Facts(
         step=step,
-        rows_written=num_embeddings if written else 0,
+        rows_written=0,
         param_groups=param_groups,
         num_embeddings=num_embeddings,
     )
     return History((Commit.now(0, facts, (LogState(0),)),), keep)
 
 
-def _check_sizes(num_embeddings: int, embedding_dim: int, chunk_rows: int | None) -> None:
+def check_sizes(num_embeddings: int, embedding_dim: int, chunk_rows: int | None) -> None:
     sizes = {"num_embeddings": num_embeddings, "embedding_dim": embedding_dim}
     if chunk_rows is not None:
         sizes["chunk_rows"] = chunk_rows
@@ -188,7 +209,7 @@ def _padding(padding_idx: int | None, num_embeddings: int) -> int | None:
     return int(padding_idx) % num_embeddings
 
 
-def _dtype_name(dtype: torch.dtype) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     if dtype in (torch.float16, torch.bfloat16):
         raise ValueError(
             f"dtype {dtype} is refused: with 16 bits eps=1e-8 is 0 and a second moment overflows, "

@@ -6,8 +6,6 @@ matplotlib comes with the extra ``plot``, and is imported only to draw.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,12 +13,11 @@ import torch
 from torch import Tensor
 
 from . import poincare
-from .errors import StoreError
+from .drawing import COLOURS, GREY, REACHES, TURNS, Names
 from .hierarchy import Hierarchy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.text import Text
 
 _INCHES, _DPI = 9.0, 160
 # Points on a geodesic between two nodes, evenly spaced in hyperbolic length.
@@ -34,30 +31,12 @@ _KNOWN = (
     *("hedgehog", "armadillo", "giant_panda", "poodle", "beagle", "manatee", "hare"),
 )
 _MOST_NAMES = 34
-# Where a name may stand: points away from its dot, radians off the direction to the rim.
-_REACHES = (3, 8, 14, 22)
-_TURNS = (0, 0.5, -0.5, 1.0, -1.0, 1.6, -1.6, 2.3, -2.3, math.pi)
-_PADDING = 5.0
 # From this radius on, a name stands outside of the disk.
 _AT_RIM = 0.93
-# From this sine up, a name stands above its dot and not beside it.
-_STEEP = 0.35
 # A family has at most this part of all nodes; the largest are drawn in these colours.
 _FAMILY_PART = 0.35
-_COLOURS = ("#c2452d", "#2f6db3", "#c98a1b", "#7a4fa3", "#14918b", "#4f8a34", "#b8518c", "#8a5a3c")
-_OTHERS = "#8b9096"
 _CAPTION = "Poincaré disk: edges drawn as geodesics, distances from the centre as half their length"
 _INK = "#23282d"
-
-
-def require() -> None:
-    """Say at once that no picture can be drawn, rather than behind a run.
-
-    Raises:
-        StoreError: matplotlib is not installed.
-    """
-    if find_spec("matplotlib") is None:
-        raise StoreError("a picture needs matplotlib: pip install 'ooc_embed[plot]'")
 
 
 def draw(tree: Hierarchy, points: Tensor, file: Path, dpi: float = _DPI) -> None:
@@ -99,8 +78,8 @@ def draw(tree: Hierarchy, points: Tensor, file: Path, dpi: float = _DPI) -> None
     area = 3 + 4 * (1 + sizes.double()).log()
     x, y = points.T.numpy()
     axes.scatter(x, y, s=area.numpy(), c=colours, linewidths=0.2, edgecolors="white", zorder=2)
-    _Names(axes, points, area).write(tree, sizes, families, colours)
-    axes.text(0.02, 0.02, _CAPTION, transform=axes.transAxes, fontsize=7, color=_OTHERS)
+    _write_names(axes, points, area, tree, sizes, families, colours)
+    axes.text(0.02, 0.02, _CAPTION, transform=axes.transAxes, fontsize=7, color=GREY)
     figure.savefig(file, format="png")
 
 
@@ -116,7 +95,7 @@ def _families(tree: Hierarchy, sizes: Tensor) -> list[int]:
     for node in sizes.argsort(descending=True, stable=True).tolist():
         if sizes[node] > _FAMILY_PART * tree.num_nodes:
             continue
-        if len(found) == len(_COLOURS) or not sizes[node]:
+        if len(found) == len(COLOURS) or not sizes[node]:
             break
         above = torch.tensor(found, dtype=torch.int64)
         if not tree.are_pairs(torch.full_like(above, node), above).any():
@@ -125,8 +104,8 @@ def _families(tree: Hierarchy, sizes: Tensor) -> list[int]:
 
 
 def _colours(tree: Hierarchy, families: list[int]) -> list[str]:
-    colours = [_OTHERS] * tree.num_nodes
-    for family, colour in zip(families, _COLOURS, strict=False):
+    colours = [GREY] * tree.num_nodes
+    for family, colour in zip(families, COLOURS, strict=False):
         members = tree.pairs[tree.pairs[:, 1] == family, 0].tolist()
         for node in (family, *members):
             colours[node] = colour
@@ -140,88 +119,43 @@ def _geodesics(first: Tensor, second: Tensor) -> Tensor:
     return poincare.expmap(first[:, None], velocity * parts)
 
 
-class _Names:
-    """Writes names beside their points where nothing is written yet.
+def _write_names(
+    axes: Axes,
+    points: Tensor,
+    area: Tensor,
+    tree: Hierarchy,
+    sizes: Tensor,
+    families: list[int],
+    colours: list[str],
+) -> None:
+    """The root and the families, then the known nodes, as far as there is room."""
+    from matplotlib.patheffects import withStroke
 
-    Args:
-        axes: to write on.
-        points: ``(num_nodes, 2)``.
-        area: ``(num_nodes,)`` of their dots, in square points.
-    """
-
-    def __init__(self, axes: Axes, points: Tensor, area: Tensor) -> None:
-        self.axes = axes
-        self.points = points
-        self.area = area
-        self.frame = axes.get_window_extent()
-        self.pixels = axes.transData.transform(points.numpy())
-        self.taken: list[Any] = []
-
-    def write(
-        self, tree: Hierarchy, sizes: Tensor, families: list[int], colours: list[str]
-    ) -> None:
-        """The root and the families, then the known nodes, as far as there is room."""
-        from matplotlib.patheffects import withStroke
-
-        nodes = {name.split(".")[0]: node for node, name in reversed(list(enumerate(tree.names)))}
-        root = int(sizes.argmax())
-        known = [nodes[name] for name in _KNOWN if name in nodes]
-        wanted = dict.fromkeys([root, *families, *known])
-        written = 0
-        for node in wanted:
-            heavy = node == root or node in families
-            style = {
-                "color": _INK if node == root else colours[node],
-                "fontsize": 11 if heavy else 8.5,
-                "fontweight": "bold" if heavy else "normal",
-                "path_effects": [withStroke(linewidth=2.5, foreground="white", alpha=0.85)],
-            }
-            text = tree.names[node].split(".")[0].replace("_", " ")
-            written += self._place(node, text, style)
-            if written == _MOST_NAMES:
-                break
-
-    def _place(self, node: int, text: str, style: dict[str, Any]) -> bool:
-        """Writes a name around its point, where it hides the fewest; whether there was room."""
-        best: tuple[int, Any, Text] | None = None
-        for label in self._candidates(node, text, style):
-            box = label.get_window_extent().padded(_PADDING)
-            label.remove()
-            inside = self.frame.containsx(box.x0) and self.frame.containsx(box.x1)
-            if inside and not any(box.overlaps(other) for other in self.taken):
-                x, y = self.pixels.T
-                hidden = (box.x0 < x) & (x < box.x1) & (box.y0 < y) & (y < box.y1)
-                if best is None or hidden.sum() < best[0]:
-                    best = (hidden.sum(), box, label)
-        if best is None:
-            return False
-        self.taken.append(best[1])
-        self.axes.add_artist(best[2])
-        return True
-
-    def _candidates(self, node: int, text: str, style: dict[str, Any]) -> Iterator[Text]:
-        x, y = self.points[node].tolist()
-        outwards, length = math.atan2(y, x), math.hypot(x, y)
-        reaches: Sequence[float] = _REACHES
-        turns: Sequence[float] = _TURNS
-        dot = math.sqrt(float(self.area[node]) / math.pi)
-        if length > _AT_RIM:  # outside of the disk
-            x, y, dot = x / length, y / length, 0.0
-            reaches, turns = reaches[:2], turns[:5]
-        for reach in reaches:
-            for turn in turns:
-                across, up = math.cos(outwards + turn), math.sin(outwards + turn)
-                yield self.axes.annotate(
-                    text,
-                    (x, y),
-                    ((dot + reach) * across, (dot + reach) * up),
-                    textcoords="offset points",
-                    ha=("right", "center", "left")[_side(across)],
-                    va=("top", "center", "bottom")[_side(up)],
-                    **style,
-                )
+    names = Names(axes, points.numpy())
+    nodes = {name.split(".")[0]: node for node, name in reversed(list(enumerate(tree.names)))}
+    root = int(sizes.argmax())
+    known = [nodes[name] for name in _KNOWN if name in nodes]
+    written = 0
+    for node in dict.fromkeys([root, *families, *known]):
+        heavy = node == root or node in families
+        style = {
+            "color": _INK if node == root else colours[node],
+            "fontsize": 11 if heavy else 8.5,
+            "fontweight": "bold" if heavy else "normal",
+            "path_effects": [withStroke(linewidth=2.5, foreground="white", alpha=0.85)],
+        }
+        text = tree.names[node].split(".")[0].replace("_", " ")
+        dot = math.sqrt(float(area[node]) / math.pi)
+        written += _place(names, text, points[node], dot, style)
+        if written == _MOST_NAMES:
+            break
 
 
-def _side(part: float) -> int:
-    """0, 1, 2 for left, middle, right of a point, and so for below, beside, above."""
-    return 1 + (part > _STEEP) - (part < -_STEEP)
+def _place(names: Names, text: str, point: Tensor, dot: float, style: dict[str, Any]) -> bool:
+    """Writes a name around its dot, of that radius, or outside of the disk."""
+    x, y = point.tolist()
+    length = math.hypot(x, y)
+    if length > _AT_RIM:
+        at_rim = (x / length, y / length)
+        return names.place(text, at_rim, math.atan2(y, x), 0.0, style, REACHES[:2], TURNS[:5])
+    return names.place(text, (x, y), math.atan2(y, x), dot, style)

@@ -152,7 +152,7 @@ def check_space(folder: Path, nbytes: int) -> None:
     if free < nbytes:
         raise OSError(
             f"{folder} has {free / 1e9:.1f} GB free, this needs {nbytes / 1e9:.1f} GB: use fewer "
-            f"--rows, or another --path"
+            f"rows, or another folder"
         )
 
 

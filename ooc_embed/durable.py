@@ -80,6 +80,11 @@ def replace(path: Path, data: bytes, temporary: Path) -> None:
         raise
 
 
+def rename(source: Path, target: Path) -> None:
+    """Give a file another name in one instant; the caller syncs the folder."""
+    os.rename(source, target)
+
+
 def renew(path: Path) -> None:
     """Put a copy in the place of a file: it may be written to, whoever else has the old one.
 
@@ -182,13 +187,22 @@ def write_file(path: Path, buffer: np.ndarray) -> None:
 
     ``buffer`` is ``(n,) uint8`` from `memory.page_aligned`. The caller syncs the folder.
     """
+    with written_aside(path, buffer.nbytes) as file:
+        file.write(0, buffer, direct=True)
+
+
+@contextmanager
+def written_aside(path: Path, nbytes: int) -> Iterator[AppendFile]:
+    """Write a file of ``nbytes`` under another name; at the end it is synced and renamed to
+    ``path``, or gone where that fails. The caller syncs the folder.
+    """
     temporary = temporary_for(path)
     remove(temporary)
     try:
-        with needs(path, buffer.nbytes):
-            file = AppendFile(temporary, buffer.nbytes, create=True)
+        with needs(path, nbytes):
+            file = AppendFile(temporary, nbytes, create=True)
             try:
-                file.write(0, buffer, direct=True)
+                yield file
                 file.sync()
             finally:
                 file.close()

@@ -76,7 +76,7 @@ class Guard:
         def checked() -> None:
             if not self.writer:
                 raise StoreError(
-                    f"{self._path} is open to read: open it with mode='r+' to change it"
+                    f"{self._path} is open to read: DiskEmbedding.open(path, mode='r+') changes it"
                 )
             begin()
 

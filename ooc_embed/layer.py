@@ -6,23 +6,20 @@ Knows torch and a Table; knows no file and no slot, and has no forward.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import torch
 from torch import nn
 
-from . import checkpoint, conversion, creation, passes, search, sources
+from . import checkpoint, conversion, creation, passes, sources
 from .errors import StoreError
 from .ids import check_range, flat_ids
 from .module import TableModule
 from .optimizer import TableOptimizer
-from .progress import progress
 from .rule import Rule, check_same, hyperparameters
 from .table import Table
-
-_SEARCHED_ROWS = 1 << 15
 
 
 class DiskLayer(TableModule):
@@ -298,42 +295,6 @@ class DiskLayer(TableModule):
             if not kept.all():
                 rows, grads = rows[kept], grads[kept]
         passes.stage(self.optimizer, rows, grads)
-
-    # Reading all of it
-
-    def blocks(self, block_rows: int = 1 << 16) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield ``(start, weights)`` from the first row to the last, in bounded memory.
-
-        Neither the cache nor the disk change, and no gradient comes back.
-
-        Args:
-            block_rows: rows in a block; the last may have fewer.
-        """
-        return self.weight.blocks(block_rows)
-
-    def topk(
-        self, query: torch.Tensor, k: int, metric: str = "dot"
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The k rows nearest to each query, of all rows, read by `blocks` with progress.
-
-        Args:
-            query: ``(D,)`` or ``(Q, D)``, on the device that is to compare.
-            k: how many.
-            metric: ``"dot"`` and ``"cosine"``, the largest; ``"l2"``, the smallest distances.
-
-        Returns:
-            Products, cosines or distances, the best first, and row ids: ``(k,)`` or ``(Q, k)``.
-
-        Raises:
-            ValueError: a query of another shape, ``k`` beyond the rows, another metric.
-        """
-        search.check_query(query, self.embedding_dim, k, self.num_embeddings, metric)
-        queries = query.detach().reshape(-1, self.embedding_dim)
-        total = -(-self.num_embeddings // _SEARCHED_ROWS)
-        blocks = progress(self.blocks(_SEARCHED_ROWS), "searching", "block", total)
-        scores, ids = search.topk(blocks, queries, k, metric)
-        shape = (*query.shape[:-1], k)
-        return scores.reshape(shape), ids.reshape(shape)
 
 
 def _reopen(

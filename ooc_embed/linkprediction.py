@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .archive_embedding import ArchiveEmbedding
 from .embedding import DiskEmbedding
 
 # Rows of the table and queries that are scored at once in evaluation: 32 MiB of scores.
@@ -101,14 +102,20 @@ class ComplEx(nn.Module):
     reciprocal relations of Lacroix et al. 2018, which make "which head?" another "which tail?".
 
     Args:
-        entities: the table; a row holds the real parts, then the imaginary parts.
+        entities: the table, or to evaluate an archive of it; a row holds the real parts, then the
+            imaginary parts.
         num_relations: of the graph; each has a second row for its reciprocal.
         penalty: weight of the cubed moduli of the batch's rows.
         std, seed: of the initial relations.
     """
 
     def __init__(
-        self, entities: DiskEmbedding, num_relations: int, penalty: float, std: float, seed: int
+        self,
+        entities: DiskEmbedding | ArchiveEmbedding,
+        num_relations: int,
+        penalty: float,
+        std: float,
+        seed: int,
     ) -> None:
         super().__init__()
         self.entities = entities
@@ -169,7 +176,7 @@ def evaluate(model: ComplEx, graph: Graph, triples: Tensor) -> Ranking:
     right = (vectors * model.entities(answers)).sum(dim=1)
     askers, known = _right_answers(questions, graph)
     ranks = torch.ones(len(questions), dtype=torch.float64)
-    for start, rows in model.entities.weight.blocks(_BLOCK_ROWS):
+    for start, rows in model.entities.blocks(_BLOCK_ROWS):
         if start >= graph.num_entities:
             break
         rows = rows[: graph.num_entities - start]

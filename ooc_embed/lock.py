@@ -36,7 +36,8 @@ class DirectoryLock:
             _locks.add(self)
         except BlockingIOError:
             self.close()
-            raise LockedError(f"{path} is open for writing by {_holder_text(holder)}") from None
+            who, remedy = _holder(holder)
+            raise LockedError(f"{path} is open for writing by {who}{remedy}") from None
         except BaseException:  # Ctrl-C; who keeps its traceback would keep the lock
             self.close()
             raise
@@ -73,26 +74,27 @@ def lock_holder(path: Path, holder: Path) -> str | None:
         # A shared attempt, dropped at once: it fails only while a writer is there.
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
-        return _holder_text(holder)
+        return _holder(holder)[0]
     finally:
         os.close(fd)
     return None
 
 
-def _holder_text(holder: Path) -> str:
+def _holder(holder: Path) -> tuple[str, str]:
+    """Who has a lock, and what to do about it."""
     try:
         if not holder.is_file():  # a pipe would be waited for
-            return "another process"
+            return "another process", ""
         facts = json_object(holder.read_bytes())
         pid, host = integer(facts["pid"]), text(facts["host"])
     except (OSError, ValueError, KeyError, TypeError):
-        return "another process"
+        return "another process", ""
     if pid == os.getpid() and host == socket.gethostname():
         return (
-            f"this same process (pid {pid}): a notebook cell run twice? "
-            f"Use the object that is there, or close() it first"
+            f"this same process (pid {pid})",
+            ": a notebook cell run twice? Use the object that is there, or close() it first",
         )
-    return f"process {pid} on {host}. Wait for it, stop it, or open a reader with mode='r'"
+    return f"process {pid} on {host}", ". Wait for it, stop it, or open a reader with mode='r'"
 
 
 _locks: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()

@@ -213,16 +213,16 @@ class Layout:
     log_rows_per_file: int
 
     @classmethod
-    def plan(cls, manifest: Manifest, chunk_rows: int | None = None) -> Layout:
+    def plan(cls, rows: int, width: int, dtype: np.dtype, chunk_rows: int | None = None) -> Layout:
         """Choose the sizes of files: a chunk has 32 MiB, more where that would make too many."""
-        rows, record = manifest.num_embeddings, manifest.width * manifest.numpy_dtype.itemsize
+        record = width * dtype.itemsize
         if chunk_rows is not None:
             chunk_rows = min(chunk_rows, _up(rows))
         else:
             wanted = max(_CHUNK_BYTES // record, -(-rows // _MOST_CHUNKS), 1)
             chunk_rows = min(_up(wanted), _up(rows))
         row_ids = min(_LOG_ROWS_PER_FILE, _log_capacity(rows))
-        return cls(rows, manifest.width, manifest.numpy_dtype, chunk_rows, row_ids)
+        return cls(rows, width, dtype, chunk_rows, row_ids)
 
     @property
     def record_bytes(self) -> int:
@@ -244,20 +244,26 @@ class Layout:
     @property
     def num_files(self) -> int:
         """How many files the table and its logs can have."""
-        return self.num_chunks + 2 * sum(self._log_files)
+        return self.num_chunks + 2 * sum(self._log_files(self.log.capacity))
+
+    def _log_files(self, positions: int) -> tuple[int, int]:
+        """How many files a log of so many positions has: of row ids, of records."""
+        return -(-positions // self.log_rows_per_file), -(-positions // self.chunk_rows)
 
     @property
-    def _log_files(self) -> tuple[int, int]:
-        """How many files a log can have: of row ids, of records."""
-        log = self.log
-        return -(-log.capacity // log.rows_per_file), -(-log.capacity // log.records_per_file)
+    def table_bytes(self) -> int:
+        """Bytes of the table's files where all exist; the last one is as large as the others."""
+        return self.num_chunks * self.chunk_bytes
+
+    def log_bytes(self, positions: int) -> int:
+        """Bytes of the files of a log of so many positions; a file has its full size at once."""
+        of_ids, of_records = self._log_files(positions)
+        return of_ids * self.log_rows_per_file * 8 + of_records * self.chunk_bytes
 
     @property
     def mapped_bytes(self) -> int:
         """Addresses that the files of the table and its logs take where all are mapped."""
-        of_ids, of_records = self._log_files
-        a_log = of_ids * self.log.rows_per_file * 8 + of_records * self.chunk_bytes
-        return self.num_chunks * self.chunk_bytes + 2 * a_log
+        return self.table_bytes + 2 * self.log_bytes(self.log.capacity)
 
     def check(self) -> None:
         """Raise a ValueError where no process could have all of these files mapped."""

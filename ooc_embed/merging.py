@@ -33,6 +33,17 @@ _CHUNKS_BYTES = 256 << 20
 _UNSETTLED = 16
 
 
+def threads_for(chunk_bytes: int) -> int:
+    """How many threads merge chunks of that size, each of which keeps one in memory."""
+    return min(_THREADS, max(_CHUNKS_BYTES // chunk_bytes, 1))
+
+
+def most_doubled(chunk_bytes: int) -> int:
+    """How many chunks may be on the disk both as they were and as they are merged."""
+    # Those that threads are at, before and after the others were settled.
+    return _UNSETTLED + 2 * threads_for(chunk_bytes)
+
+
 class Worker(threading.Thread):
     """A thread that works on a store beside the one that has it."""
 
@@ -103,10 +114,9 @@ class Merge:
         self._start()
 
     def _start(self) -> None:
-        count = min(_THREADS, max(_CHUNKS_BYTES // self._store.layout.chunk_bytes, 1))
         # There may be no more threads, and while the interpreter ends there are none.
         with suppress(RuntimeError):
-            for _ in range(count):
+            for _ in range(threads_for(self._store.layout.chunk_bytes)):
                 worker = Worker(target=self._run, daemon=True)
                 with self._changed:
                     self._running += 1

@@ -16,14 +16,12 @@ from . import checkpoint
 from .creation import check_count, check_integer
 from .errors import StoreError
 from .gradients import GRADIENT_OPTIONS
-from .manifest import VERSION_FIELD
+from .inspectable import Inspectable
 from .optimizer import TableOptimizer
 from .stats import Stats
-from .table import Table
-from .views import RowView
 
 
-class TableModule(nn.Module):
+class TableModule(Inspectable, nn.Module):
     """A module that has a table open."""
 
     embedding_dim: int
@@ -32,35 +30,9 @@ class TableModule(nn.Module):
     norm_type: float
     scale_grad_by_freq: bool
     optimizer: TableOptimizer
-    _table: Table
     _finalizer: weakref.finalize[..., Any]
 
     # The table
-
-    @property
-    def num_embeddings(self) -> int:
-        return self._table.manifest.num_embeddings
-
-    @property
-    def weight(self) -> RowView:
-        return RowView(self._table, "weight", self)
-
-    @property
-    def state(self) -> dict[str, RowView]:
-        names = (name for name in self._table.spans if name not in ("weight", VERSION_FIELD))
-        return {name: RowView(self._table, name, self) for name in names}
-
-    @property
-    def version(self) -> RowView:
-        return RowView(self._table, VERSION_FIELD, self)
-
-    @property
-    def step(self) -> int:
-        return self._table.step_count
-
-    @property
-    def path(self) -> Path:
-        return self._table.store.path
 
     @property
     def step_on(self) -> str:
@@ -79,10 +51,6 @@ class TableModule(nn.Module):
     @property
     def read_only(self) -> bool:
         return self._table.read_only
-
-    @property
-    def closed(self) -> bool:
-        return self._table.closed
 
     @property
     def kernel(self) -> str:
@@ -138,10 +106,6 @@ class TableModule(nn.Module):
     def keep_commits(self, count: int) -> None:
         check_count("keep_commits", count)
         self._table.keep_commits(int(count))
-
-    def commits(self) -> dict[int, int]:
-        """The commits that `rollback` can return to, number to step, the oldest first."""
-        return {commit.number: commit.step for commit in self._table.manifest.history.commits}
 
     def rollback(self, commit: int | None = None) -> None:
         """Return to a commit: rows, moments, step and hyper-parameters. What came after it is lost.
@@ -211,6 +175,10 @@ class TableModule(nn.Module):
         not come here: call ``emb.optimizer.zero_grad()``, as of any optimizer."""
         super().zero_grad(set_to_none)
         self.optimizer.zero_grad()
+
+    def _param_group(self) -> dict[str, Any]:
+        group: dict[str, Any] = self.optimizer.param_groups[0]
+        return group
 
     def extra_repr(self) -> str:
         text = f"{self.num_embeddings}, {self.embedding_dim}"

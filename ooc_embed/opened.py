@@ -28,6 +28,7 @@ from .interrupts import uninterrupted
 from .manifest import VERSION_FIELD, Layout, Manifest
 from .memory import Span
 from .merging import Worker
+from .rule import check_trains
 from .snapshot import snapshot
 from .stats import Counters
 from .storage import Storage
@@ -114,6 +115,7 @@ class OpenTable:
             try:
                 table = cls(store, cache_bytes)
                 if store.writable:
+                    check_trains(table.rule, path)
                     table._storage.recover()
                     store.name_holder()
                     if commit not in (None, table.manifest.commit.number):
@@ -290,6 +292,9 @@ class OpenTable:
             FileExistsError: something is there.
             OSError: the disk is full, or failed; nothing is lost.
         """
+        if not self.rule.trains:  # nobody writes to it
+            with self._guard.reading():
+                return snapshot(self.store, path)
         with self.writing():
             self._commit(param_groups)
             try:

@@ -45,6 +45,18 @@ class StoredRecords:
             out[chosen] = source.gather(indices)
         return out
 
+    def has_chunk(self, index: int) -> bool:
+        """Whether a chunk of the table has a file; its rows are in the logs at most where not."""
+        return self._chunks.has_file(index)
+
+    def in_chunks(self, rows: torch.Tensor) -> torch.Tensor:
+        """Copy what the chunk files have of ``(n,) int64`` rows, which counts as no read.
+
+        Returns:
+            ``(n, W)``.
+        """
+        return self._chunks.gather(rows)
+
     def announce(self, rows: torch.Tensor, homes: torch.Tensor) -> None:
         """Have the stored records of rows, as in `read`, read ahead into the page cache.
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from . import disk_plot, durable, hierarchy
+from . import disk_plot, drawing, durable, hierarchy
 from .embedding import DiskEmbedding
 from .hierarchy import Hierarchy, Negatives
 from .poincare_reference import RamTable
@@ -127,7 +127,7 @@ def main(args: argparse.Namespace) -> int:
         burn_in=args.burn_in or min(default.burn_in, epochs // 2),
     )
     if args.png:  # what would stop the picture stops the run before it begins
-        disk_plot.require()
+        drawing.require()
         if not args.png.absolute().parent.is_dir():
             raise FileNotFoundError(f"there is no folder {args.png.absolute().parent}")
         if args.png.is_dir():

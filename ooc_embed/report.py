@@ -1,64 +1,18 @@
-"""What a store holds, and whether all of it is sound. Knows the formats; changes nothing."""
+"""Whether all of a store is sound. Knows the formats; changes nothing."""
 
 from __future__ import annotations
 
 import errno
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from pathlib import Path
 
 from .arrays import damage_for_others
-from .durable import writes_directly
 from .errors import CorruptStoreError, StoreError
-from .manifest import Manifest
-from .mapped import announces_in_batches
 from .merge import NewestRecords
 from .soundness import ChunkCheck, check_log, newest_records
-from .store import Store, chunk_files, holder
+from .store import Store, chunk_files
 
 _OF_THE_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-
-
-def describe(path: str | Path) -> str:
-    """An aligned table of facts about the store at ``path``, which a writer may have open.
-
-    Raises:
-        FileNotFoundError, FormatError: there is no store.
-    """
-    store = Store.open(Path(path), "r")
-    manifest, layout, commit = store.manifest, store.layout, store.manifest.commit
-    hyper = ", ".join(
-        f"{name}={value}" for group in commit.param_groups for name, value in group.items()
-    )
-    fields = ", ".join(f"{name} {width}" for name, width in manifest.fields.items())
-    start = ", ".join(f"{name}={value}" for name, value in manifest.init.items())
-    written = commit.rows_written
-    reading = "process_madvise" if announces_in_batches() else "madvise, a page range a call"
-    direct = writes_directly(store.path / "table" / "zarr.json")
-    writing = "O_DIRECT" if direct else "through the page cache"
-    facts = {
-        "path": str(store.path),
-        "table": manifest.table_id,
-        "rows": f"{manifest.num_embeddings:,}",
-        "dim": f"{manifest.embedding_dim:,}",
-        "dtype": manifest.dtype,
-        "fields": fields,
-        "padding_idx": str(manifest.padding_idx),
-        "init": f"{start}, seed={manifest.seed}",
-        "rule": f"{manifest.rule['name']}({hyper})",
-        "step": f"{commit.step:,}",
-        "commit": f"{commit.number:,}, {_time(commit.created)}, ooc_embed {commit.library}",
-        "kept commits": _kept(manifest),
-        "rows written": f"{written:,} ({written / manifest.num_embeddings:.1%})",
-        "chunks": f"{len(manifest.checksums):,} of {layout.num_chunks:,}, "
-        f"{layout.chunk_rows:,} rows and {layout.chunk_bytes:,} bytes each",
-        "log records": _logs(manifest),
-        "bytes on disk": f"{_bytes_on_disk(store.path):,}",
-        "input and output": f"{reading}, {writing}",
-        "writer": holder(store.path) or "none",
-    }
-    width = max(map(len, facts))
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in facts.items())
 
 
 def verify(path: str | Path) -> list[str]:
@@ -116,32 +70,3 @@ def _check_chunks(store: Store, sealed: NewestRecords | None) -> list[str]:
         return problems  # any other may be of the merge of that log, which is damaged
     unnamed = sorted(set(chunk_files(store.path)) - set(named) - chunks.unsure)
     return problems + [f"{store.chunk_path(i)} is not named by the manifest" for i in unnamed]
-
-
-def _kept(manifest: Manifest) -> str:
-    history = manifest.history
-    text = ", ".join(f"{commit.number} (step {commit.step:,})" for commit in history.commits)
-    if history.checkpoints:
-        text += f"; checkpoints have {' and '.join(map(str, history.checkpoints))}"
-    return f"{text}; the newest {history.keep:,} are kept"
-
-
-def _logs(manifest: Manifest) -> str:
-    *sealed, active = manifest.commit.logs
-    text = f"{active.records:,}"
-    waits = "waiting for kept commits" if manifest.history.unmerged else "in a merge"
-    return text + "".join(f", and {log.records:,} {waits}" for log in sealed)
-
-
-def _bytes_on_disk(path: Path) -> int:
-    total = 0
-    for file in path.rglob("*"):
-        try:
-            total += file.stat().st_blocks * 512
-        except FileNotFoundError:  # a writer replaced it meanwhile
-            continue
-    return total
-
-
-def _time(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")

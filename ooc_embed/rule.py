@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 
+from .errors import StoreError
 from .initializers import Initializer, Normal
 from .warning import warn
 
@@ -23,12 +25,14 @@ class Rule:
         padded: whether `update` takes rows padded to whole vectors, see `blocks`.
         fixed: hyper-parameters that stay as the table was made with them.
         restricts: whether `admit` refuses or changes any rows.
+        trains: whether its tables can be opened to write.
     """
 
     name: ClassVar[str] = ""
     padded: ClassVar[bool] = False
     fixed: ClassVar[tuple[str, ...]] = ()
     restricts: ClassVar[bool] = False
+    trains: ClassVar[bool] = True
     lr: float | torch.Tensor = 1e-3
 
     def __post_init__(self) -> None:
@@ -119,6 +123,20 @@ def check_is_rule(given: object) -> None:
     if not isinstance(given, Rule):
         raise TypeError(
             f"optimizer must be a rule such as ooc_embed.SparseAdam(lr=1e-3), got {given!r}"
+        )
+
+
+def check_trains(rule: Rule, path: Path) -> None:
+    """See that a table can be opened to write.
+
+    Raises:
+        StoreError: its rule is none to train with.
+    """
+    if not rule.trains:
+        raise StoreError(
+            f"{path} is a frozen store, of weights without an optimizer: open it with mode='r', or "
+            f"make a table to train of its weights, DiskEmbedding.from_pretrained(reader.weight, "
+            f"path=...)"
         )
 
 

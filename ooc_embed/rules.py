@@ -261,9 +261,20 @@ class RowwiseAdagrad(Rule):
         weight.sub_(grad / (total.sqrt() + group["eps"]), alpha=float(group["lr"]))
 
 
-_RULES: dict[str, type[Rule]] = {
+@dataclass(frozen=True)
+class Frozen(Rule):
+    """No optimizer: the rule of a store of weights that are only read."""
+
+    name: ClassVar[str] = "Frozen"
+    trains: ClassVar[bool] = False
+
+    def fields(self, dim: int) -> dict[str, int]:
+        return {}
+
+
+RULES: dict[str, type[Rule]] = {
     rule.name: rule
-    for rule in (SparseAdam, SGD, Adagrad, RowwiseAdagrad, RiemannianAdam, RiemannianSGD)
+    for rule in (SparseAdam, SGD, Adagrad, RowwiseAdagrad, RiemannianAdam, RiemannianSGD, Frozen)
 }
 
 
@@ -278,4 +289,4 @@ def from_json(value: Mapping[str, Any]) -> Rule:
         KeyError: an unknown rule, or a hyper-parameter it does not have.
     """
     arguments = from_plain(value)
-    return _RULES[arguments.pop("name")](**arguments)
+    return RULES[arguments.pop("name")](**arguments)

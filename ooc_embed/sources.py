@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 
 from . import arrays
+from .archive import ARCHIVE, Archive, Description
+from .parsing import json_object
 
 
 def open_source(source: Any, key: str | None, *, apart_from: Path) -> Any:
@@ -68,20 +70,41 @@ def _only(path: Path, key: str | None, names: list[str]) -> str:
     return key
 
 
+def open_safetensors_archive(path: Path) -> Archive | None:
+    """A ``.safetensors`` file that `export_table` wrote; None if another one did.
+
+    Raises:
+        ValueError: it is no such file.
+        FormatError: its description is damaged.
+        ImportError: the extra is not installed.
+    """
+    metadata = _open_safetensors(path).metadata() or {}
+    if ARCHIVE not in metadata:
+        return None
+    description = Description.from_json(json_object(metadata[ARCHIVE].encode()))
+    return Archive(
+        path, description, {name: _Safetensors(path, name) for name in description.fields}
+    )
+
+
+def _open_safetensors(path: Path) -> Any:
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise ImportError(
+            f"{path} needs safetensors: pip install 'ooc_embed[safetensors]'"
+        ) from error
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no .safetensors file: {error}") from error
+
+
 class _Safetensors:
     """A tensor of a safetensors file, read by slices of rows."""
 
     def __init__(self, path: Path, key: str | None) -> None:
-        try:
-            from safetensors import SafetensorError, safe_open
-        except ImportError as error:
-            raise ImportError(
-                f"{path} needs safetensors: pip install 'ooc_embed[safetensors]'"
-            ) from error
-        try:
-            file: Any = safe_open(path, framework="pt")
-        except SafetensorError as error:
-            raise ValueError(f"{path} is no .safetensors file: {error}") from error
+        file = _open_safetensors(path)
         self._slices = file.get_slice(_only(path, key, list(file.keys())))
         self.shape = tuple(self._slices.get_shape())
         self.dtype = "float64" if self._slices.get_dtype() == "F64" else "float32"

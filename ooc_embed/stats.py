@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True)
 class Stats:
     """What a table did since this object was opened; `DiskEmbedding.stats` returns it.
 
+    A list of them, one every so many steps, is a history: what happened between two is the
+    difference, and `ooc_embed.plots.rates` draws it.
+
     Attributes:
+        seconds: since it was opened.
         hits, misses: rows that lookups found in the cache, or not. Each unique row of a lookup
             counts once, in training and evaluation, also in batches larger than the cache; a step
             and the views count nothing. A reader has no cache, so all its rows are misses.
@@ -25,6 +29,7 @@ class Stats:
             time until the table used the last chunk.
     """
 
+    seconds: float
     hits: int
     misses: int
     evictions: int
@@ -47,6 +52,7 @@ class Stats:
 class Counters:
     """The running counts behind `Stats`. They change under the table's lock."""
 
+    opened: float = field(default_factory=time.perf_counter)
     hits: int = 0
     misses: int = 0
     evictions: int = 0
@@ -77,4 +83,5 @@ class Counters:
         self.merge_seconds += seconds
 
     def now(self) -> Stats:
-        return Stats(**asdict(self))
+        counts = asdict(self)
+        return Stats(seconds=time.perf_counter() - counts.pop("opened"), **counts)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from . import claim, durable
+from .archive import ARCHIVE
 from .arrays import array_facts, check_metadata, lengthen, make_arrays, read_metadata
 from .disk_facts import free_bytes, warn_of_network
 from .errors import CorruptStoreError, FormatError
@@ -88,7 +89,9 @@ class Store:
             OSError: the disk is full, or failed.
         """
         claim.check_free(path, overwrite=overwrite)
-        layout = Layout.plan(manifest, chunk_rows)
+        layout = Layout.plan(
+            manifest.num_embeddings, manifest.width, manifest.numpy_dtype, chunk_rows
+        )
         layout.check()
         _warn_if_short_of_space(path, layout)
         warn_of_network(path)
@@ -272,7 +275,13 @@ class Store:
         path = self.path / "zarr.json"
         try:
             data = path.read_bytes()
-            value = json_object(data)["attributes"][ATTRIBUTE]
+            attributes = json_object(data)["attributes"]
+            if ATTRIBUTE not in attributes and ARCHIVE in attributes:
+                raise FormatError(
+                    f"{self.path} is an archive, which `ooc-embed import` makes a store of, and "
+                    f"ooc_embed.ArchiveEmbedding(path) reads as it is"
+                )
+            value = attributes[ATTRIBUTE]
         except FileNotFoundError:
             raise FormatError(f"{path} is missing: no store, or an unfinished creation") from None
         except (ValueError, KeyError, TypeError) as error:
@@ -381,7 +390,7 @@ def _rename_manifest(path: Path, data: bytes) -> None:
 
 
 def _warn_if_short_of_space(path: Path, layout: Layout) -> None:
-    table = layout.num_chunks * layout.chunk_bytes
+    table = layout.table_bytes
     log = 2 * layout.log_limit * layout.record_bytes
     free = free_bytes(path)
     if free < table + log:

@@ -17,6 +17,7 @@ from .interrupts import uninterrupted
 from .opened import OpenTable
 from .rule import tell_shifts
 from .storage import Run
+from .touched import Touched, count_touched
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,21 @@ class Table(OpenTable):
         """
         with self._guard.reading():
             return self._rows.read(rows, self.spans[field], counted=counted)
+
+    def touched(self) -> tuple[Touched, ...]:
+        """How many rows of each part were ever written. Nothing is counted or changed by it."""
+        with self._guard.reading():
+            stored, layout = self._storage.stored, self.store.layout
+            return count_touched(self.cache, stored, layout, self._version)
+
+    def records(self, rows: torch.Tensor) -> torch.Tensor:
+        """All fields of ``(n,) int64`` rows, in any order; neither cache nor disk change.
+
+        Returns:
+            ``(n, W)``.
+        """
+        with self._guard.reading():
+            return self._rows.records_of(rows)
 
     # Stepping
 

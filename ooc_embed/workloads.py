@@ -88,14 +88,16 @@ class RepeatedRows:
         rows: how many rows it has.
         dim: how many columns.
         seed: of the block.
+        scale: of its normally distributed numbers.
     """
 
-    def __init__(self, rows: int, dim: int, *, seed: int = 0) -> None:
+    def __init__(self, rows: int, dim: int, *, seed: int = 0, scale: float = 1.0) -> None:
         self.shape = (rows, dim)
         self.ndim = 2
         self.dtype = np.dtype(np.float32)
         rng = np.random.default_rng(seed)
         self._block = rng.standard_normal((min(rows, 65536), dim), dtype=np.float32)
+        self._block *= np.float32(scale)
 
     def __len__(self) -> int:
         return self.shape[0]

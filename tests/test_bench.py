@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import ooc_embed
-from ooc_embed import bench, bench_hot, memory_limit
+from ooc_embed import bench, bench_hot, linkprediction, memory_limit
 from ooc_embed.bench_all import Run, run_all
 from ooc_embed.direct_queue import READ, WRITE, DirectQueue
 from ooc_embed.disk_rates import (
@@ -360,6 +360,25 @@ def test_all_puts_figures_together_and_lists_what_is_missing(
     assert "cgroup" in content["missing"][0]["reason"]
     assert content["missing"][1]["reason"] == "no room"
     assert "bench failing: no room" in capsys.readouterr().err
+
+
+def test_bench_archive_writes_a_trained_table_in_each_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triples = torch.arange(90).reshape(30, 3).remainder(torch.tensor([25, 2, 25]))
+    graph = linkprediction.Graph(25, 2, triples[:20], triples[20:25], triples[25:])
+    monkeypatch.setattr(linkprediction, "load_wordnet", lambda: graph)
+    saved = tmp_path / "figures.json"
+    ways = ["--codecs", "zstd", "none", "--bitrounds", "0", "7", "--dtypes", "float32", "float16"]
+    options = ["--steps", "2", "--rounds", "1", "--path", str(tmp_path), "--json", str(saved)]
+    assert run_bench("archive", *ways, *options) == 0
+    rows = json.loads(saved.read_text())["figures"]
+    assert len(rows) == 2 + 2 * 2 * 2
+    by_name = {row["label"]: row for row in rows}
+    assert by_name["float32, all bits, zstd"]["relative 1e-6"] == 0
+    assert 0 < by_name["float32, 7 bits, zstd"]["relative 1e-6"] <= 1e6 * 2**-8
+    assert by_name["float16, all bits, none"]["median"] < by_name["the store"]["median"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["figures.json"]
 
 
 def test_bench_all_runs_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,16 @@ def test_info_describes_a_store(store: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert str(store) in out
     assert "SparseAdam" in out
+
+
+def test_info_goes_to_where_bars_cannot_be_written(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(written, encoding="ascii"))
+    assert cli.main(["info", str(store)]) == 0
+    sys.stdout.flush()
+    assert b"rows written   20% (2 rows)" in written.getvalue()
 
 
 def test_verify_says_ok(store: Path, capsys: pytest.CaptureFixture[str]) -> None:

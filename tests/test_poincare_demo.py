@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
 import ooc_embed
-from ooc_embed import cli, disk_plot, hierarchy, poincare, poincare_demo
+from ooc_embed import cli, drawing, hierarchy, poincare, poincare_demo
 from ooc_embed.hierarchy import Hierarchy
 from ooc_embed.poincare_demo import Settings
 
@@ -196,7 +195,7 @@ def test_store_is_no_folder_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_picture_without_matplotlib_is_refused_before_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(disk_plot, "find_spec", lambda name: None)
+    monkeypatch.setattr(drawing, "find_spec", lambda name: None)
     folder = tmp_path / "run"
     command = ["demo", "--poincare", "--path", str(folder), "--png", str(tmp_path / "a.png")]
     assert cli.main(command) == 2
@@ -204,7 +203,6 @@ def test_picture_without_matplotlib_is_refused_before_the_run(
     assert not folder.exists()
 
 
-@pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is not installed")
 @pytest.mark.usefixtures("small")
 def test_picture_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "disk.png"

@@ -7,7 +7,7 @@ import torch
 from ram_reference import fingerprint
 from torch.nn import functional
 
-from ooc_embed import layer
+from ooc_embed import inspectable
 
 ROWS = torch.randn(300, 4, generator=torch.Generator().manual_seed(0))
 
@@ -23,7 +23,7 @@ def brute(query: torch.Tensor, metric: str) -> torch.Tensor:
 @pytest.fixture
 def trained(make_table, monkeypatch):
     """A table of `ROWS`, some in the cache, some in the log; searched by small blocks."""
-    monkeypatch.setattr(layer, "_SEARCHED_ROWS", 64)
+    monkeypatch.setattr(inspectable, "_SEARCHED_ROWS", 64)
     emb = make_table(300, 4, cache_bytes=40 * 100)
     for start in range(0, 300, 30):
         emb(torch.arange(start, start + 30)).sum().backward()

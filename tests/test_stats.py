@@ -31,7 +31,9 @@ def changes(emb: ooc_embed.DiskEmbedding, before: ooc_embed.Stats) -> dict[str, 
 
 def test_nothing_is_counted_before_anything_is_done(make_table):
     stats = make_table().stats()
-    assert set(dataclasses.astuple(stats)) == {0}
+    counts = dataclasses.asdict(stats)
+    assert counts.pop("seconds") > 0
+    assert set(counts.values()) == {0}
     assert math.isnan(stats.hit_rate)
 
 
@@ -169,4 +171,15 @@ def test_stats_are_a_frozen_copy_of_the_counters(make_table):
     train(emb, 0)
     assert stats.misses == 0
     names = [field.name for field in dataclasses.fields(ooc_embed.Stats)]
-    assert names == [field.name for field in dataclasses.fields(Counters)]
+    assert names[0] == "seconds"
+    assert ["opened", *names[1:]] == [field.name for field in dataclasses.fields(Counters)]
+
+
+def test_seconds_are_those_since_the_table_was_opened(make_table):
+    begin = time.perf_counter()
+    emb = make_table()
+    made = time.perf_counter()
+    first, second = emb.stats().seconds, emb.stats().seconds
+    assert 0 <= first <= second <= time.perf_counter() - begin
+    emb.close()
+    assert time.perf_counter() - made <= emb.stats().seconds

@@ -1,0 +1,83 @@
+"""Writes fields into one .npy or .safetensors file. Knows these formats; knows no table.
+
+Formats: ``numpy.lib.format``; https://github.com/huggingface/safetensors#format.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from . import durable
+from .archive import ARCHIVE, Description
+
+_SAFETENSORS_TYPES = {"float16": "F16", "float32": "F32", "float64": "F64", "int64": "I64"}
+# Gives the first row of each block, and its rows of all fields.
+Blocks = Callable[[], Iterator[tuple[int, dict[str, np.ndarray]]]]
+
+
+def write(out: Path, description: Description, blocks: Blocks, *, overwrite: bool) -> None:
+    """Write all fields, aside first: the file is there whole or not at all.
+
+    Raises:
+        ValueError: more than one field for a ``.npy`` file.
+        FileExistsError: something is there that is not to be replaced.
+        OSError: the disk is full, or failed.
+    """
+    if out.suffix == ".npy" and len(description.fields) > 1:
+        raise ValueError(
+            f"a .npy file holds one array, got fields {', '.join(description.fields)}: choose one "
+            f"of them, or a .safetensors file"
+        )
+    if out.is_dir() or (out.exists() and not overwrite):
+        raise FileExistsError(f"{out} exists: choose another path, or replace a file by overwrite")
+    header, places = (_npy if out.suffix == ".npy" else _safetensors)(description)
+    size = len(header) + sum(_nbytes(description, name) for name in description.fields)
+    durable.make_directory(out.parent)
+    with durable.written_aside(out, size) as file:
+        file.write(0, np.frombuffer(header, np.uint8))
+        for first, rows in blocks():
+            for name, block in rows.items():
+                row_bytes = block.nbytes // len(block)
+                file.write(len(header) + places[name] + first * row_bytes, block)
+    durable.sync_directory(out.parent)
+
+
+def _nbytes(description: Description, name: str) -> int:
+    return math.prod(description.shape(name)) * description.element(name).itemsize
+
+
+def _npy(description: Description) -> tuple[bytes, dict[str, int]]:
+    """The header, and where behind it each field begins."""
+    (name,) = description.fields
+    facts = {
+        "descr": description.element(name).str,
+        "fortran_order": False,
+        "shape": description.shape(name),
+    }
+    buffer = io.BytesIO()
+    np.lib.format.write_array_header_1_0(buffer, facts)
+    return buffer.getvalue(), {name: 0}
+
+
+def _safetensors(description: Description) -> tuple[bytes, dict[str, int]]:
+    header: dict[str, Any] = {"__metadata__": {ARCHIVE: json.dumps(description.to_json())}}
+    places, end = {}, 0
+    # Larger elements first, so that all are aligned.
+    for name in sorted(description.fields, key=lambda name: -description.element(name).itemsize):
+        begin, end = end, end + _nbytes(description, name)
+        header[name] = {
+            "dtype": _SAFETENSORS_TYPES[description.element(name).name],
+            "shape": list(description.shape(name)),
+            "data_offsets": [begin, end],
+        }
+        places[name] = begin
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, places
