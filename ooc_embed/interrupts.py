@@ -26,27 +26,23 @@ def uninterrupted() -> Iterator[None]:
         for number in (signal.SIGINT, signal.SIGTERM)
         if callable(handler := signal.getsignal(number))
     }
+    interrupt, terminate = handlers.get(signal.SIGINT), handlers.get(signal.SIGTERM)
     try:
         for number in handlers:  # of which one may raise while others are put aside
             signal.signal(number, lambda received, frame: pending.append((received, frame)))
         yield
     finally:
         try:
-            _restore(list(handlers.items()))
+            # The first one may raise as soon as it is back. Between that and the second there is no
+            # call, not even of a helper, behind which it could do so outside of the `try`.
+            try:
+                if interrupt is not None:
+                    signal.signal(signal.SIGINT, interrupt)
+            finally:
+                if terminate is not None:
+                    signal.signal(signal.SIGTERM, terminate)
         finally:
             _deliver(pending, handlers)
-
-
-def _restore(
-    handlers: list[tuple[signal.Signals, Callable[[int, FrameType | None], object]]],
-) -> None:
-    """Put handlers back, all of them even if one that is back already raises at once."""
-    if handlers:
-        (number, handler), *others = handlers
-        try:
-            signal.signal(number, handler)
-        finally:
-            _restore(others)
 
 
 def _deliver(

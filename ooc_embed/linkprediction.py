@@ -29,15 +29,23 @@ class Graph:
     """A knowledge graph as ``(n, 3) int64`` triples of head, relation and tail.
 
     Attributes:
-        num_entities: ids of heads and tails are below it.
-        num_relations: ids of relations are below it.
+        entities: names of heads and tails, by id.
+        relations: names of relations, by id.
     """
 
-    num_entities: int
-    num_relations: int
+    entities: tuple[str, ...]
+    relations: tuple[str, ...]
     train: Tensor
     valid: Tensor
     test: Tensor
+
+    @property
+    def num_entities(self) -> int:
+        return len(self.entities)
+
+    @property
+    def num_relations(self) -> int:
+        return len(self.relations)
 
 
 class Ranking(NamedTuple):
@@ -55,13 +63,13 @@ def load_wordnet() -> Graph:
         text = gzip.decompress((folder / f"{name}.tsv.gz").read_bytes()).decode()
         splits.append([line.split("\t") for line in text.splitlines()])
     heads, kinds, tails = zip(*itertools.chain(*splits), strict=True)
-    entities = {name: row for row, name in enumerate(sorted({*heads, *tails}))}
-    relations = {name: row for row, name in enumerate(sorted(set(kinds)))}
+    entities, relations = tuple(sorted({*heads, *tails})), tuple(sorted(set(kinds)))
+    nodes = {name: node for node, name in enumerate(entities)}
+    rows = {name: row for row, name in enumerate(relations)}
     train, valid, test = (
-        torch.tensor([(entities[h], relations[r], entities[t]) for h, r, t in split])
-        for split in splits
+        torch.tensor([(nodes[h], rows[r], nodes[t]) for h, r, t in split]) for split in splits
     )
-    return Graph(len(entities), len(relations), train, valid, test)
+    return Graph(entities, relations, train, valid, test)
 
 
 def steps_per_epoch(graph: Graph, size: int) -> int:

@@ -14,7 +14,7 @@ class Stats:
     difference, and `ooc_embed.plots.rates` draws it.
 
     Attributes:
-        seconds: since it was opened.
+        seconds: since it was opened. Two that differ only in it are equal: nothing was done.
         hits: rows that lookups found in the cache. Each unique row of a lookup counts once, in
             training and evaluation, also in batches larger than the cache; a step and the views
             count nothing.
@@ -30,7 +30,7 @@ class Stats:
         merge_seconds: their time until the table used the last chunk.
     """
 
-    seconds: float
+    seconds: float = field(compare=False)
     hits: int
     misses: int
     evictions: int

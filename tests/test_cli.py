@@ -29,7 +29,9 @@ def small_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     triples = torch.randint(0, 2, (60, 3)) + torch.arange(60).remainder(28)[:, None] * torch.tensor(
         [1, 0, 1]
     )
-    graph = linkprediction.Graph(30, 2, triples[:40], triples[40:50], triples[50:])
+    entities, relations = tuple(f"e{n}" for n in range(30)), ("r0", "r1")
+    splits = triples[:40], triples[40:50], triples[50:]
+    graph = linkprediction.Graph(entities, relations, *splits)
     monkeypatch.setattr(linkprediction, "load_wordnet", lambda: graph)
 
 

@@ -33,7 +33,8 @@ def graph() -> Graph:
     noise = torch.randint(0, ENTITIES, (40, 3)) % torch.tensor([ENTITIES, 3, ENTITIES])
     triples = torch.cat((triples, noise)).unique(dim=0)
     triples = triples[torch.randperm(len(triples))]
-    return Graph(ENTITIES, 3, triples[:-30], triples[-30:-20], triples[-20:])
+    names = tuple(f"e{n}" for n in range(ENTITIES))
+    return Graph(names, ("r0", "r1", "r2"), triples[:-30], triples[-30:-20], triples[-20:])
 
 
 def contents(run: Run) -> dict[str, torch.Tensor]:
@@ -234,6 +235,9 @@ def test_wordnet_comes_with_the_package() -> None:
     in_train = torch.zeros(graph.num_entities, dtype=torch.bool)
     in_train[graph.train[:, [0, 2]].reshape(-1)] = True
     assert bool(in_train.all())
+    head, relation, tail = graph.train[1].tolist()  # the file's second line
+    names = (graph.entities[head], graph.relations[relation], graph.entities[tail])
+    assert names == ("'hood.n.01", "hypernym", "vicinity.n.01")
 
 
 def test_a_store_is_no_folder_for_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

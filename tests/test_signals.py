@@ -27,6 +27,7 @@ from effort import FULL
 
 import ooc_embed
 from ooc_embed import DiskEmbedding, report
+from ooc_embed.interrupts import uninterrupted
 from ooc_embed.merging import Worker
 
 pytestmark = [
@@ -323,6 +324,27 @@ def go_on(case: Case, call: Callable[[], Any]) -> None:
         if (path / "zarr.json").exists():
             assert report.verify(path) == []
     workload.assert_zarr_is(case.emb.path, case.after.state())
+
+
+@pytest.mark.parametrize("which", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_is_held_back_is_neither_lost_nor_are_its_handlers(
+    which: signal.Signals,
+) -> None:
+    done: list[int] = []
+
+    def call() -> None:
+        with uninterrupted():
+            done.extend((1, 2))
+
+    handlers = {number: signal.getsignal(number) for number in signal.Signals}
+    count = moments.signalled(0, which, call)[0].seen
+    assert count > 10
+    for number in range(1, count + 1):
+        done.clear()
+        seen, caught = moments.signalled(number, which, call)
+        assert caught is not None, seen.where
+        assert {number: signal.getsignal(number) for number in handlers} == handlers, seen.where
+        assert done in ([], [1, 2])
 
 
 # Where a table begins
