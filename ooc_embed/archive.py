@@ -38,7 +38,7 @@ _MORE_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Description:
+class ArchiveDescription:
     """What was exported, from which commit of which table, and how it is written.
 
     Args:
@@ -151,7 +151,7 @@ def plan_rows(manifest: Manifest, dtype: str, chunk_rows: int | None) -> tuple[i
     return chunk_rows, -(-even // unit) * unit
 
 
-def group_metadata(description: Description) -> bytes:
+def group_metadata(description: ArchiveDescription) -> bytes:
     """The ``zarr.json`` of an archive's group."""
     value = {
         "zarr_format": 3,
@@ -172,7 +172,7 @@ class ShardEncoder:
         description: of the archive.
     """
 
-    def __init__(self, description: Description) -> None:
+    def __init__(self, description: ArchiveDescription) -> None:
         self._description = description
         self._memory: dict[str, Any] = {}
         store = zarr.storage.MemoryStore(self._memory)
@@ -239,11 +239,11 @@ class Archive:
     """
 
     path: Path
-    description: Description
+    description: ArchiveDescription
     arrays: Mapping[str, Any]
 
 
-def find(path: Path) -> tuple[str, Description | None]:
+def find(path: Path) -> tuple[str, ArchiveDescription | None]:
     """What is at a path: ``"nothing"``, something ``"foreign"``, or an archive's description.
 
     Returns:
@@ -265,14 +265,14 @@ def find(path: Path) -> tuple[str, Description | None]:
     return ("foreign" if left else "nothing"), None
 
 
-def _describe(file: Path) -> Description | None:
+def _describe(file: Path) -> ArchiveDescription | None:
     """The description in a group's metadata; None where it is no archive."""
     try:
         value = json_object(file.read_bytes())["attributes"][ARCHIVE]
     except (KeyError, TypeError, ValueError):
         return None
     try:
-        return Description.from_json(value)
+        return ArchiveDescription.from_json(value)
     except FormatError as error:
         raise FormatError(f"{file}: {error}") from error
 
@@ -312,7 +312,7 @@ def open_archive(path: Path, needed: Sequence[str] = ()) -> Archive:
     return Archive(path, description, arrays)
 
 
-def _check_files(folder: Path, description: Description) -> None:
+def _check_files(folder: Path, description: ArchiveDescription) -> None:
     shape = description.shape(folder.name)
     present = {chunk_index(entry.name, len(shape)) for entry in os.scandir(folder)}
     for index in range(description.num_shards):

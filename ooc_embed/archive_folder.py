@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from . import durable
-from .archive import UNFINISHED, Description, ShardEncoder, find, group_metadata, shard_name
+from .archive import UNFINISHED, ArchiveDescription, ShardEncoder, find, group_metadata, shard_name
 from .errors import FormatError
 from .lock import DirectoryLock
 from .progress import progress
@@ -23,7 +23,7 @@ from .progress import progress
 ReadShard = Callable[[int, Sequence[str]], dict[str, np.ndarray]]
 
 
-def write(out: Path, description: Description, read: ReadShard, *, overwrite: bool) -> None:
+def write(out: Path, description: ArchiveDescription, read: ReadShard, *, overwrite: bool) -> None:
     """Write an archive, or what is missing of an unfinished one.
 
     Args:
@@ -56,7 +56,7 @@ def write(out: Path, description: Description, read: ReadShard, *, overwrite: bo
         lock.close()
 
 
-def _check(out: Path, description: Description, *, overwrite: bool) -> bool:
+def _check(out: Path, description: ArchiveDescription, *, overwrite: bool) -> bool:
     """Whether the archive is there already, and finished.
 
     Raises:
@@ -82,7 +82,7 @@ def _check(out: Path, description: Description, *, overwrite: bool) -> bool:
     )
 
 
-def _begin(out: Path, description: Description) -> None:
+def _begin(out: Path, description: ArchiveDescription) -> None:
     """Say what is being written, in a folder that holds nothing else, or a part of the same."""
     plan = out / UNFINISHED
     metadata = group_metadata(description)
@@ -105,7 +105,7 @@ def _empty(out: Path) -> None:
             durable.remove_tree(Path(entry.path))
 
 
-def _write_shards(out: Path, description: Description, read: ReadShard) -> None:
+def _write_shards(out: Path, description: ArchiveDescription, read: ReadShard) -> None:
     encoder = ShardEncoder(description)
     for name in description.fields:
         durable.make_directory(out / name)
@@ -129,6 +129,6 @@ def _write_shards(out: Path, description: Description, read: ReadShard) -> None:
         durable.sync_directory(out / name)
 
 
-def _finish(out: Path, description: Description) -> None:
+def _finish(out: Path, description: ArchiveDescription) -> None:
     durable.rename(out / UNFINISHED, out / "zarr.json")
     durable.sync_directory(out)

@@ -15,7 +15,7 @@ import torch
 from numcodecs.bitround import BitRound
 
 from . import archive, archive_folder, creation, single_file
-from .archive import CODECS, Description
+from .archive import CODECS, ArchiveDescription
 from .history import History
 from .layer import DiskLayer
 from .log import LogState
@@ -160,7 +160,7 @@ def _describe(
     chunk_rows: int | None,
     *,
     single: bool,
-) -> Description:
+) -> ArchiveDescription:
     """The description of an archive that these arguments ask for.
 
     Raises:
@@ -182,7 +182,7 @@ def _describe(
         chunk_rows = int(chunk_rows)
     rows_of_chunk, rows_of_shard = archive.plan_rows(manifest, name, chunk_rows)
     alone = History((replace(commit, logs=(LogState(0),)),))
-    return Description(
+    return ArchiveDescription(
         manifest=replace(manifest, history=alone, checksums={}, merged={}),
         branch=manifest.history.branch_of(commit.number),
         fields=_field_names(list(manifest.fields), fields),
@@ -223,7 +223,7 @@ class _Rows:
         description: which fields, and how they are rounded.
     """
 
-    def __init__(self, table: Table, description: Description) -> None:
+    def __init__(self, table: Table, description: ArchiveDescription) -> None:
         self._table = table
         self._description = description
         self._round = _rounding(description)
@@ -275,7 +275,7 @@ class _Rows:
         return out
 
 
-def _rounding(description: Description) -> Callable[[np.ndarray], np.ndarray]:
+def _rounding(description: ArchiveDescription) -> Callable[[np.ndarray], np.ndarray]:
     """What rounds floats to the bits that are to be kept; infinities and NaN stay."""
     if description.bitround is None:
         return lambda values: values

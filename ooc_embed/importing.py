@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import creation, initializers, rules, sources
-from .archive import Archive, Description, find, open_archive
+from .archive import Archive, ArchiveDescription, find, open_archive
 from .embedding import DiskEmbedding
 from .embedding_bag import DiskEmbeddingBag
 from .warning import warn
@@ -80,7 +80,7 @@ def _as_archive(source: Path, path: Path) -> Archive | None:
     return open_archive(source) if find(source)[0] in ("finished", "unfinished") else None
 
 
-def _why_not(description: Description) -> str:
+def _why_not(description: ArchiveDescription) -> str:
     """Why a table cannot be gone on with, or nothing."""
     if not rules.from_json(description.manifest.rule).trains:
         return "it is of a frozen store, which has no optimizer"
@@ -91,7 +91,7 @@ def _why_not(description: Description) -> str:
     return ""
 
 
-def _arguments(description: Description) -> dict[str, Any]:
+def _arguments(description: ArchiveDescription) -> dict[str, Any]:
     """What the layer of the exported table had, of the constructor's arguments."""
     manifest = description.manifest
     module = manifest.module

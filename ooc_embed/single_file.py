@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from . import durable
-from .archive import ARCHIVE, Description
+from .archive import ARCHIVE, ArchiveDescription
 
 _SAFETENSORS_TYPES = {"float16": "F16", "float32": "F32", "float64": "F64", "int64": "I64"}
 # Gives the first row of each block, and its rows of all fields.
 Blocks = Callable[[], Iterator[tuple[int, dict[str, np.ndarray]]]]
 
 
-def write(out: Path, description: Description, blocks: Blocks, *, overwrite: bool) -> None:
+def write(out: Path, description: ArchiveDescription, blocks: Blocks, *, overwrite: bool) -> None:
     """Write all fields, aside first: the file is there whole or not at all.
 
     Raises:
@@ -49,11 +49,11 @@ def write(out: Path, description: Description, blocks: Blocks, *, overwrite: boo
     durable.sync_directory(out.parent)
 
 
-def _nbytes(description: Description, name: str) -> int:
+def _nbytes(description: ArchiveDescription, name: str) -> int:
     return math.prod(description.shape(name)) * description.element(name).itemsize
 
 
-def _npy(description: Description) -> tuple[bytes, dict[str, int]]:
+def _npy(description: ArchiveDescription) -> tuple[bytes, dict[str, int]]:
     """The header, and where behind it each field begins."""
     (name,) = description.fields
     facts = {
@@ -66,7 +66,7 @@ def _npy(description: Description) -> tuple[bytes, dict[str, int]]:
     return buffer.getvalue(), {name: 0}
 
 
-def _safetensors(description: Description) -> tuple[bytes, dict[str, int]]:
+def _safetensors(description: ArchiveDescription) -> tuple[bytes, dict[str, int]]:
     header: dict[str, Any] = {"__metadata__": {ARCHIVE: json.dumps(description.to_json())}}
     places, end = {}, 0
     # Larger elements first, so that all are aligned.

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from . import arrays
-from .archive import ARCHIVE, Archive, Description
+from .archive import ARCHIVE, Archive, ArchiveDescription
 from .parsing import json_object
 
 
@@ -81,7 +81,7 @@ def open_safetensors_archive(path: Path) -> Archive | None:
     metadata = _open_safetensors(path).metadata() or {}
     if ARCHIVE not in metadata:
         return None
-    description = Description.from_json(json_object(metadata[ARCHIVE].encode()))
+    description = ArchiveDescription.from_json(json_object(metadata[ARCHIVE].encode()))
     return Archive(
         path, description, {name: _Safetensors(path, name) for name in description.fields}
     )
