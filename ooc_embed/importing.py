@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import creation, initializers, rules, sources
-from .archive import Archive, ArchiveDescription, find, open_archive
+from .archive import Archive, ArchiveDescription
 from .embedding import DiskEmbedding
 from .embedding_bag import DiskEmbeddingBag
 from .warning import warn
@@ -47,12 +47,16 @@ def import_table(
 
     Raises:
         ValueError, TypeError: the source or an option is wrong; nothing is written.
-        FormatError: an archive is unfinished, or damaged.
+        FormatError, CorruptStoreError: an archive is unfinished, or damaged; nothing is left at
+            ``path``.
         FileExistsError: something is at ``path``.
         OSError: the disk is full, or failed; nothing is left at ``path``.
     """
     source, path = Path(source), Path(path).absolute()
-    archive = _as_archive(source, path)
+    if resume and key is not None:
+        raise ValueError("key chooses one array, and resume takes all of them: leave one out")
+    sources.check_apart(source, path)
+    archive = sources.open_if_archive(source)
     if archive is None or key is not None:
         if resume:
             raise ValueError(f"{source} is no archive with all fields of a table: leave resume out")
@@ -69,15 +73,6 @@ def import_table(
         return layer.from_pretrained(archive.arrays["weight"], False, path=path, **given)
     _resume(archive, path, options)
     return layer.open(path, cache_bytes=options.get("cache_bytes", "auto"))
-
-
-def _as_archive(source: Path, path: Path) -> Archive | None:
-    """The source, if it is an archive."""
-    if source.resolve().is_relative_to(path.resolve()):
-        raise ValueError(f"{source} lies in {path}, which would be replaced before it is read")
-    if source.suffix == ".safetensors" and source.is_file():
-        return sources.open_safetensors_archive(source)
-    return open_archive(source) if find(source)[0] in ("finished", "unfinished") else None
 
 
 def _why_not(description: ArchiveDescription) -> str:
