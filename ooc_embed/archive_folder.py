@@ -8,6 +8,7 @@ which no zarr reader finds them; at last it is renamed to ``zarr.json``. That is
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from .errors import FormatError
 from .lock import DirectoryLock
 from .progress import progress
 
+# All files of an archive's arrays, finished or not.
+_OURS = re.compile(r"(zarr\.json|c\.\d+(\.0)?)(\.tmp)?")
 # Takes which shard and fields of it; gives its rows.
 ReadShard = Callable[[int, Sequence[str]], dict[str, np.ndarray]]
 
@@ -46,7 +49,7 @@ def write(out: Path, description: ArchiveDescription, read: ReadShard, *, overwr
             return
         _begin(out, description)
         _write_shards(out, description, read)
-        _finish(out, description)
+        _finish(out)
     except OverflowError:
         _empty(out)
         durable.remove(out / UNFINISHED)
@@ -99,9 +102,9 @@ def _begin(out: Path, description: ArchiveDescription) -> None:
 
 
 def _empty(out: Path) -> None:
-    """Remove the arrays of an archive."""
+    """Remove the arrays of an archive, and nothing that others put beside them."""
     for entry in os.scandir(out):
-        if entry.is_dir(follow_symlinks=False):
+        if entry.is_dir(follow_symlinks=False) and all(map(_OURS.fullmatch, os.listdir(entry))):
             durable.remove_tree(Path(entry.path))
 
 
@@ -129,6 +132,8 @@ def _write_shards(out: Path, description: ArchiveDescription, read: ReadShard) -
         durable.sync_directory(out / name)
 
 
-def _finish(out: Path, description: ArchiveDescription) -> None:
+def _finish(out: Path) -> None:
+    durable.sync_directory(out)  # folders, too, that a killed export made
     durable.rename(out / UNFINISHED, out / "zarr.json")
     durable.sync_directory(out)
+    durable.sync_directory(out.parent)
