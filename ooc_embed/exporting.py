@@ -66,7 +66,7 @@ def export_table(
         ValueError, TypeError: an argument is wrong; nothing is written.
         OverflowError: a number is too large for ``dtype``; nothing is left at ``out``.
         FileExistsError: something is at ``out``, such as an unfinished export of something else.
-        LockedError: another process writes this archive.
+        LockedError: another process writes this archive or file.
         OSError: the disk is full, or failed.
     """
     out = Path(out).absolute()

@@ -92,7 +92,19 @@ def test_what_a_killed_export_did_not_sync_is_synced_by_the_next(store: Path, qu
             system_calls.watched(disk.folder, before, disk.after),
         ):
             ooc_embed.export_table(store, disk.folder / "out", **OPTIONS)
-        with system_calls.watched(disk.folder, disk.before, disk.after):
+
+        def cut(name: str, arguments: tuple[Any, ...], disk: Disk = disk, stop: int = stop) -> None:
+            disk.before(name, arguments)
+            for seed in range(4) if (disk.folder / "out" / "zarr.json").exists() else ():
+                left = quick / f"cut{stop}-{seed}"
+                disk.leave(left, np.random.default_rng(seed), 0.5)
+                if (left / "out" / "zarr.json").exists():
+                    # The other name of what was renamed may be back.
+                    (left / "out" / "unfinished.json").unlink(missing_ok=True)
+                    assert files(left / "out") == want
+                shutil.rmtree(left)
+
+        with system_calls.watched(disk.folder, cut, disk.after):
             ooc_embed.export_table(store, disk.folder / "out", **OPTIONS)
         disk.leave(quick / f"left{stop}", np.random.default_rng(stop), 0.0)
         assert files(quick / f"left{stop}" / "out") == want
