@@ -40,8 +40,15 @@ def check_free(path: Path, *, overwrite: bool, remedy: str = _OPEN_OR_OVERWRITE)
         remedy: what to do where it may not.
 
     Raises:
+        ValueError: it would be a folder named as a scheme, or ``~``, by mistake.
         FileExistsError: something is there.
     """
+    for folder in path.parents:
+        if (folder.name == "~" or folder.name.endswith(":")) and not folder.exists():
+            raise ValueError(
+                f"there is no folder {folder}: a table is on a local file system, not behind an "
+                f"address, and ~ is not replaced (pathlib.Path(path).expanduser() does it)"
+            )
     existing = _what_is_there(path)
     if existing == "store" and not overwrite:
         raise FileExistsError(f"{path} is a store already: {remedy}")

@@ -47,7 +47,7 @@ def read_optimizer(optimizer: torch.optim.Optimizer, weight: torch.Tensor) -> Tr
     """
     if not isinstance(optimizer, torch.optim.SparseAdam):
         raise TypeError(
-            f"moments are taken from torch.optim.SparseAdam alone, got a "
+            f"moments are taken from torch.optim.SparseAdam alone, got "
             f"{type(optimizer).__name__}: give a rule such as ooc_embed.SparseAdam() to begin anew"
         )
     for group in optimizer.param_groups:

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 
-from .embedding import DiskEmbedding
 from .errors import StoreError
+from .layer import DiskLayer
 
 Batch = TypeVar("Batch")
 _END: Any = object()
@@ -19,7 +19,7 @@ _END: Any = object()
 
 def lookahead(
     loader: Iterable[Batch],
-    emb: DiskEmbedding,
+    emb: DiskLayer,
     rows: Callable[[Batch], torch.Tensor] | None = None,
     depth: int = 2,
 ) -> Iterable[Batch]:
@@ -48,7 +48,8 @@ def lookahead(
         An iterable, which has a length if the loader has one.
 
     Raises:
-        ValueError, TypeError: ``depth`` is below 1, or no int.
+        ValueError, TypeError: ``depth`` is below 1, or no int; ``emb`` is no table, ``rows`` no
+            function.
         IndexError, TypeError: in the loop, for ids that a lookup refuses.
 
     Examples::
@@ -68,6 +69,13 @@ def lookahead(
         raise TypeError(f"depth must be an int, got {depth!r}")
     if depth < 1:
         raise ValueError(f"depth must be at least 1, got {depth}")
+    if not hasattr(emb, "prefetch"):
+        raise TypeError(
+            f"emb must be a table, got {type(emb).__name__}: for a model with several, wrap the "
+            f"loader once for each"
+        )
+    if rows is not None and not callable(rows):
+        raise TypeError(f"rows must be a function from a batch to its ids, got {rows!r}")
     return _Lookahead(loader, emb, rows, depth)
 
 
@@ -75,7 +83,7 @@ class _Lookahead(Generic[Batch]):
     def __init__(
         self,
         loader: Iterable[Batch],
-        emb: DiskEmbedding,
+        emb: DiskLayer,
         rows: Callable[[Batch], torch.Tensor] | None,
         depth: int,
     ) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from . import bulk, conversion, durable
+from . import bulk, claim, conversion, durable
 from .embedding import DiskEmbedding
 from .embedding_bag import DiskEmbeddingBag
 from .progress import progress
@@ -57,8 +57,9 @@ def replace_embeddings(
 
     Each keeps its name, its rows and its arguments; one that is in the model several times stays
     one. Those stay in RAM, and are listed with the reason, whose weight another module uses too
-    (tied weights), that have hooks, are of a subclass, or of another dtype than float32 and
-    float64. Give the optimizer of the rest of the model ``model.parameters()`` anew afterwards.
+    (tied weights), that have hooks, are of a subclass, on the device meta, or of another dtype than
+    float32 and float64. Give the optimizer of the rest of the model ``model.parameters()`` anew
+    afterwards.
 
     Args:
         model: is changed.
@@ -73,9 +74,9 @@ def replace_embeddings(
 
     Raises:
         ValueError: the model is an embedding itself, or the optimizer does not have a weight, or
-            its rule refuses rows; nothing has been replaced.
+            its rule refuses rows, or a path is none; nothing has been replaced.
         TypeError: an optimizer whose numbers no rule here has; nothing has been replaced.
-        FileExistsError: a table's path exists; nothing has been replaced.
+        FileExistsError: something is at a table's path; nothing has been replaced.
         OSError: the disk is full, or failed. Those before it are replaced.
     """
     if isinstance(model, _Layer):
@@ -87,12 +88,15 @@ def replace_embeddings(
     for plan in progress(plans, "replacing", "embedding"):
         if plan.path is not None:
             layer: Any = model.get_submodule(plan.names[0])
-            kind = DiskEmbedding if isinstance(layer, nn.Embedding) else DiskEmbeddingBag
-            table = kind.from_embedding(layer, optimizer, path=plan.path, **options)
+            table = _kind(layer).from_embedding(layer, optimizer, path=plan.path, **options)
             for name in plan.names:
                 parent, _, own = name.rpartition(".")
                 setattr(model.get_submodule(parent), own, table)
     return plans
+
+
+def _kind(layer: _Layer) -> type[DiskEmbedding | DiskEmbeddingBag]:
+    return DiskEmbedding if isinstance(layer, nn.Embedding) else DiskEmbeddingBag
 
 
 def _check(
@@ -111,8 +115,11 @@ def _check(
             conversion.read_optimizer(optimizer, layer.weight)
         elif optimizer is not None and optimizer.restricts:
             bulk.check_rows(layer.weight, optimizer, layer.weight.dtype)
-        if plan.path.exists() and not overwrite:
-            raise FileExistsError(f"{plan.path} exists: give another directory, or overwrite=True")
+        remedy = (
+            f"model.set_submodule({plan.names[0]!r}, {_kind(layer).__name__}.open(path)) goes on "
+            f"with it, overwrite=True replaces it by the rows of the model"
+        )
+        claim.check_free(plan.path.absolute(), overwrite=overwrite, remedy=remedy)
 
 
 def _plan(model: nn.Module, directory: Path, min_rows: int) -> list[Replacement]:
@@ -148,6 +155,8 @@ def _reason_to_stay(layer: _Layer, users: int) -> str:
         return f"it is a {type(layer).__name__}, which may compute something else"
     if layer._forward_hooks or layer._forward_pre_hooks or layer._backward_hooks:
         return "it has hooks"
+    if layer.weight.is_meta:
+        return "it has no rows, on the device meta: make a DiskEmbedding in its place"
     if layer.weight.dtype not in (torch.float32, torch.float64):
         return f"its rows are {layer.weight.dtype}"
     return ""

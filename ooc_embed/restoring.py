@@ -21,16 +21,25 @@ def rollback(model: nn.Module, state_dict: Mapping[str, Any]) -> None:
         state_dict: what ``model.state_dict()`` was.
 
     Raises:
-        KeyError: the checkpoint does not have one of the tables.
+        TypeError: the checkpoint is no mapping.
+        KeyError: it does not have one of the tables.
         StoreError: a table does not keep that commit, is another one, or cannot be written to.
         OSError: the disk is full, or failed; tables before that one have moved.
     """
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"a checkpoint is what model.state_dict() was, got {state_dict!r:.200}")
     tables = {
-        name: module for name, module in model.named_modules() if isinstance(module, TableModule)
+        f"{name}._extra_state" if name else "_extra_state": module
+        for name, module in model.named_modules()
+        if isinstance(module, TableModule)
     }
+    if tables and not tables.keys() & state_dict.keys():
+        raise KeyError(
+            f"the checkpoint has no table of the model: {', '.join(tables)} are not among its keys "
+            f"{', '.join(map(str, state_dict)):.200}. Give what model.state_dict() was"
+        )
     targets = []
-    for name, table in tables.items():
-        key = f"{name}._extra_state" if name else "_extra_state"
+    for key, table in tables.items():
         if key not in state_dict:
             raise KeyError(
                 f"the checkpoint has no {key!r}, but the model has a table there: roll the others "

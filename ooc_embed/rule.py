@@ -121,8 +121,10 @@ def hyperparameters(rule: Rule) -> dict[str, Any]:
 def check_is_rule(given: object) -> None:
     """Raise a TypeError where something else is given as a rule."""
     if not isinstance(given, Rule):
+        # An optimizer of torch shows all of its groups.
+        what = type(given) if isinstance(given, torch.optim.Optimizer) else given
         raise TypeError(
-            f"optimizer must be a rule such as ooc_embed.SparseAdam(lr=1e-3), got {given!r}"
+            f"optimizer must be a rule such as ooc_embed.SparseAdam(lr=1e-3), got {what!r}"
         )
 
 

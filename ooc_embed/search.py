@@ -25,8 +25,11 @@ def check_query(query: Tensor, dim: int, k: int, num_rows: int, metric: str) -> 
     """Refuse a search that makes no sense.
 
     Raises:
-        ValueError: the query's shape, ``k`` or the metric.
+        TypeError: the query is no tensor.
+        ValueError: its shape, ``k`` or the metric.
     """
+    if not isinstance(query, Tensor):
+        raise TypeError(f"a query is a tensor, such as emb.weight[row], got {type(query).__name__}")
     if query.dim() not in (1, 2) or query.shape[-1] != dim:
         raise ValueError(f"a query has the shape ({dim},) or (Q, {dim}), got {tuple(query.shape)}")
     if not 1 <= k <= num_rows:

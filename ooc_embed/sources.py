@@ -47,7 +47,10 @@ def open_source(source: Any, key: str | None, *, apart_from: Path) -> Any:
         return _open_npy(path)
     if path.suffix == ".safetensors":
         return _Safetensors(path, key)
-    raise ValueError(f"{path} is no .npy or .safetensors file and no zarr folder")
+    raise ValueError(
+        f"{path} is no .npy or .safetensors file and no zarr folder: load it, and "
+        f"give its tensor or array"
+    )
 
 
 def check_apart(path: Path, folder: Path) -> None:

@@ -462,8 +462,17 @@ def test_what_is_no_checkpoint_of_this_table_is_refused(path: Path, word: Any) -
         messages(emb, {WORD: word})
         with pytest.raises(StoreError):
             ooc_embed.rollback(emb, {WORD: word})
-        with pytest.raises(KeyError, match="no '_extra_state'.* has a table"):
-            ooc_embed.rollback(emb, {})
+
+
+def test_what_is_no_state_dict_of_the_model_is_refused_and_the_error_shows_its_keys(
+    path: Path,
+) -> None:
+    with create(path) as emb:
+        checkpoint = {"model": emb.state_dict(), "epoch": 3}
+        with pytest.raises(KeyError, match="_extra_state are not among its keys model, epoch"):
+            ooc_embed.rollback(emb, checkpoint)
+        with pytest.raises(TypeError, match="what model.state_dict.. was, got 'model.pt'"):
+            ooc_embed.rollback(emb, "model.pt")
 
 
 # Models

@@ -202,6 +202,18 @@ def test_creation_in_a_missing_folder_names_it_or_makes_it(tmp_path: Path) -> No
         assert (path / "zarr.json").exists()
 
 
+@pytest.mark.parametrize("given", ["s3://bucket/t.zarr", "~/t.zarr"])
+def test_an_address_or_a_tilde_does_not_become_a_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="there is no folder .*(s3:|~): a table is on a local"):
+        make(Path(given))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / Path(given).parts[0]).mkdir()
+    make(Path(given)).close()
+
+
 # Creation that did not finish
 
 

@@ -336,3 +336,10 @@ def test_dataloader_with_workers_trains_as_without_and_leaves_none(make_table):
 def test_depth_that_is_no_int_is_refused_at_the_call(depth):
     with pytest.raises(TypeError, match="depth must be an int"):
         lookahead([], Announced(), depth=depth)
+
+
+def test_what_is_no_table_and_no_function_is_refused_at_the_call():
+    with pytest.raises(TypeError, match="must be a table, got Sequential.*once for each"):
+        lookahead([], torch.nn.Sequential())
+    with pytest.raises(TypeError, match="rows must be a function .* got 'ids'"):
+        lookahead([], Announced(), rows="ids")

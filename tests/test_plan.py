@@ -180,6 +180,7 @@ def test_the_recommended_cache_is_between_four_batches_and_all_rows() -> None:
         ((10, 4), {"cache_bytes": "all"}, TypeError, "must be an integer or 'auto', got 'all'"),
         ((10, 4), {"dtype": torch.float16}, ValueError, "torch.float16 is refused"),
         ((10, 4), {"optimizer": torch.optim.SparseAdam}, TypeError, "optimizer must be a rule"),
+        ((10, 4), {"optimizer": torch.optim.SGD([torch.ones(1)])}, TypeError, "sgd.SGD'>$"),
         ((10**14, 128), {}, ValueError, "larger chunk_rows, or fewer rows"),
         ((10, 4), {"disk": 3}, TypeError, "disk must be a folder or the rates of a plan, got 3"),
     ],

@@ -94,11 +94,24 @@ def test_moments_come_along(tmp_path):
 
 def test_nothing_is_replaced_where_a_table_is_in_the_way(tmp_path):
     model = Model()
-    (tmp_path / "tags.zarr").mkdir()
+    (tmp_path / "tags.zarr").touch()
     with pytest.raises(FileExistsError, match="tags"):
         replace_embeddings(model, tmp_path, min_rows=1000)
     assert type(model.users) is nn.Embedding
     assert [path.name for path in tmp_path.iterdir()] == ["tags.zarr"]
+
+
+def test_the_error_for_tables_of_another_day_says_how_to_go_on_with_them(tmp_path):
+    model, again = (nn.Sequential(nn.EmbeddingBag(2000, 4)) for _ in range(2))
+    rows = model[0].weight.detach().clone()
+    replace_embeddings(model, tmp_path, min_rows=1000)
+    model[0].close()
+    with pytest.raises(FileExistsError) as error:
+        replace_embeddings(again, tmp_path, min_rows=1000)
+    assert "model.set_submodule('0', DiskEmbeddingBag.open(path)) goes on" in str(error.value)
+    again.set_submodule("0", DiskEmbeddingBag.open(tmp_path / "0.zarr"))
+    assert torch.equal(again[0].weight[:], rows)
+    again[0].close()
 
 
 def test_a_model_that_is_an_embedding_is_told_the_way(tmp_path):
@@ -123,6 +136,7 @@ def test_layers_whose_place_a_table_could_not_take_unseen_stay(tmp_path):
             "scaled": Scaled(2000, 4),
             "hooked": nn.Embedding(2000, 4),
             "short": nn.Embedding(2000, 4).half(),
+            "empty": nn.Embedding(2000, 4, device="meta"),
         }
     )
     model["hooked"].register_forward_hook(lambda module, args, out: out * 2)
@@ -131,6 +145,7 @@ def test_layers_whose_place_a_table_could_not_take_unseen_stay(tmp_path):
     assert "Scaled" in reasons["scaled"]
     assert "hooks" in reasons["hooked"]
     assert "float16" in reasons["short"]
+    assert "device meta" in reasons["empty"]
     assert not any(isinstance(module, DiskEmbedding) for module in model.modules())
 
 

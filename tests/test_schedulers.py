@@ -172,6 +172,37 @@ def test_scheduled_lr_is_there_after_reopening(make_table, open_table):
     assert resumed.base_lrs == [0.1]
 
 
+def test_a_schedule_that_sets_a_rate_as_it_is_made_resumes_behind_the_optimizers_state(
+    make_table, open_table
+):
+    def schedule(optimizer):
+        warmup = lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+        decay = lr_scheduler.CosineAnnealingLR(optimizer, 20)
+        return lr_scheduler.SequentialLR(optimizer, [warmup, decay], [3])
+
+    ram = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+    expected, in_ram = [], schedule(ram)
+    for _ in range(12):
+        expected.append(ram.param_groups[0]["lr"])
+        ram.step()
+        in_ram.step()
+
+    emb = make_table(optimizer=ooc_embed.SparseAdam(lr=0.1))
+    rates, scheduler = [], schedule(emb.optimizer)
+    for step in range(12):
+        if step == 6:
+            saved = emb.optimizer.state_dict(), scheduler.state_dict()
+            emb.close()
+            emb = open_table(emb.path)
+            scheduler = schedule(emb.optimizer)
+            emb.optimizer.load_state_dict(saved[0])
+            scheduler.load_state_dict(saved[1])
+        rates.append(emb.optimizer.param_groups[0]["lr"])
+        train(emb)
+        scheduler.step()
+    assert rates == expected
+
+
 def test_lr_that_alone_was_changed_is_committed(make_table, open_table):
     emb = make_table(optimizer=ooc_embed.SparseAdam(lr=0.1))
     train(emb)

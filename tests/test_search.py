@@ -83,3 +83,8 @@ def test_rows_that_were_never_written_are_found_by_their_initial_values(make_tab
 def test_searches_that_make_no_sense_are_refused(trained, shape, k, metric):
     with pytest.raises(ValueError, match="query|k must|metric"):
         trained.topk(torch.zeros(shape), k, metric)
+
+
+def test_a_row_id_in_the_place_of_a_query_is_refused(trained):
+    with pytest.raises(TypeError, match=r"a query is a tensor, such as emb.weight\[row\], got int"):
+        trained.topk(7, 1)
