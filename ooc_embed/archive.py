@@ -31,14 +31,16 @@ FORMAT = 1
 # The group's zarr.json as long as shards are missing.
 UNFINISHED = "unfinished.json"
 CODECS = ("zstd", "blosc-lz4", "none")
+DTYPES = ("float16", "float32", "float64")
 _CHUNK_BYTES = 256 << 10
 _SHARD_BYTES = 32 << 20
+_KEYS: Any = {"name": "default", "configuration": {"separator": "."}}
 # Fields of one column have larger chunks, which still are the smaller ones in bytes.
 _MORE_ROWS = 8
 
 
 @dataclass(frozen=True)
-class Description:
+class ArchiveDescription:
     """What was exported, from which commit of which table, and how it is written.
 
     Args:
@@ -117,11 +119,25 @@ class Description:
                 chunk_rows=integer(value["chunk_rows"], 1),
                 shard_rows=integer(value["shard_rows"], 1),
             )
-            if unknown := set(description.fields) - set(description.manifest.fields):
-                raise ValueError(f"the table has no {', '.join(sorted(unknown))}")
+            description._check()
         except (KeyError, TypeError, ValueError) as error:
             raise FormatError(f"the description of the archive is damaged: {error!r}") from error
         return description
+
+    def _check(self) -> None:
+        """Raise a ValueError where it is none of an archive."""
+        if unknown := set(self.fields) - set(self.manifest.fields):
+            raise ValueError(f"the table has no {', '.join(sorted(unknown))}")
+        if len(set(self.fields)) < len(self.fields):
+            raise ValueError(f"{', '.join(self.fields)} are not all different")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype {self.dtype!r} is none of {', '.join(DTYPES)}")
+        rows = self.manifest.num_embeddings
+        if self.chunk_rows > rows or self.shard_rows > rows + self.chunk_rows * _MORE_ROWS:
+            raise ValueError(
+                f"chunks of {self.chunk_rows:,} rows, {self.shard_rows:,} in a file, are more than "
+                f"the table's {rows:,}"
+            )
 
     def __str__(self) -> str:
         commit = self.manifest.commit
@@ -151,7 +167,7 @@ def plan_rows(manifest: Manifest, dtype: str, chunk_rows: int | None) -> tuple[i
     return chunk_rows, -(-even // unit) * unit
 
 
-def group_metadata(description: Description) -> bytes:
+def group_metadata(description: ArchiveDescription) -> bytes:
     """The ``zarr.json`` of an archive's group."""
     value = {
         "zarr_format": 3,
@@ -172,7 +188,7 @@ class ShardEncoder:
         description: of the archive.
     """
 
-    def __init__(self, description: Description) -> None:
+    def __init__(self, description: ArchiveDescription) -> None:
         self._description = description
         self._memory: dict[str, Any] = {}
         store = zarr.storage.MemoryStore(self._memory)
@@ -196,7 +212,7 @@ class ShardEncoder:
             compressors=[*_compressors(description.codec, element), Crc32cCodec()],
             filters=None,
             fill_value=0,
-            chunk_key_encoding={"name": "default", "separator": "."},
+            chunk_key_encoding=_KEYS,
             dimension_names=("row", "column")[: len(shape)],
             # So that all files are there, and one that is missing is no zeros.
             config={"write_empty_chunks": True},
@@ -228,6 +244,37 @@ def _compressors(codec: str, element: np.dtype) -> list[Any]:
     return []
 
 
+class StoredField:
+    """A field of an archive, read by slices or by ascending rows.
+
+    Args:
+        folder: of its zarr array.
+
+    Raises:
+        FormatError: zarr cannot read it.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        try:
+            self._array: Any = zarr.open_array(folder, mode="r", zarr_format=3)
+        except (TypeError, ValueError, KeyError) as error:
+            raise FormatError(f"{folder / 'zarr.json'} is damaged: {error}") from error
+        self.shape, self.dtype = self._array.shape, self._array.dtype
+
+    def __getitem__(self, rows: slice | np.ndarray) -> np.ndarray:
+        """Rows as they are in the archive.
+
+        Raises:
+            CorruptStoreError: a chunk fails its checksum.
+        """
+        try:
+            found: np.ndarray = self._array.oindex[rows]
+        except ValueError as error:
+            raise CorruptStoreError(f"{self._folder} is damaged: {error}") from error
+        return found
+
+
 @dataclass(frozen=True)
 class Archive:
     """An archive that is open to read.
@@ -235,15 +282,15 @@ class Archive:
     Args:
         path: the folder, or the safetensors file.
         description: what it says of itself.
-        arrays: field to what gives its rows by slices; zarr arrays where it is a folder.
+        arrays: field to what gives its rows by slices.
     """
 
     path: Path
-    description: Description
+    description: ArchiveDescription
     arrays: Mapping[str, Any]
 
 
-def find(path: Path) -> tuple[str, Description | None]:
+def find(path: Path) -> tuple[str, ArchiveDescription | None]:
     """What is at a path: ``"nothing"``, something ``"foreign"``, or an archive's description.
 
     Returns:
@@ -265,14 +312,14 @@ def find(path: Path) -> tuple[str, Description | None]:
     return ("foreign" if left else "nothing"), None
 
 
-def _describe(file: Path) -> Description | None:
+def _describe(file: Path) -> ArchiveDescription | None:
     """The description in a group's metadata; None where it is no archive."""
     try:
         value = json_object(file.read_bytes())["attributes"][ARCHIVE]
     except (KeyError, TypeError, ValueError):
         return None
     try:
-        return Description.from_json(value)
+        return ArchiveDescription.from_json(value)
     except FormatError as error:
         raise FormatError(f"{file}: {error}") from error
 
@@ -286,7 +333,8 @@ def open_archive(path: Path, needed: Sequence[str] = ()) -> Archive:
 
     Raises:
         FileNotFoundError: there is nothing.
-        FormatError: it is no archive, or an unfinished one, or lacks a field.
+        FormatError: it is no archive, or an unfinished one, or lacks a field; or its metadata
+            contradict each other.
         CorruptStoreError: a file is missing.
     """
     state, description = find(path)
@@ -301,20 +349,40 @@ def open_archive(path: Path, needed: Sequence[str] = ()) -> Archive:
         raise FormatError(f"{path} is no archive that `ooc-embed export` made")
     if lacking := [name for name in needed if name not in description.fields]:
         raise FormatError(f"{path} has {', '.join(description.fields)}, and no {lacking[0]}")
-    group = zarr.open_group(path, mode="r")
     arrays = {}
     for name in description.fields:
-        found = read_metadata(path / name).get("shape")
-        if found != list(description.shape(name)):
-            raise FormatError(f"{path / name} has the shape {found}, {description.shape(name)} due")
+        _check_metadata(path / name, description)
         _check_files(path / name, description)
-        arrays[name] = group[name]
+        arrays[name] = StoredField(path / name)
     return Archive(path, description, arrays)
 
 
-def _check_files(folder: Path, description: Description) -> None:
+def _check_metadata(folder: Path, description: ArchiveDescription) -> None:
+    """See that an array has its rows where `_check_files` looks for them, and of their type.
+
+    Others would be zeros to zarr, without an error.
+    """
     shape = description.shape(folder.name)
-    present = {chunk_index(entry.name, len(shape)) for entry in os.scandir(folder)}
+    grid = {"chunk_shape": [description.shard_rows, *shape[1:]]}
+    wanted = {
+        "shape": list(shape),
+        "data_type": description.element(folder.name).name,
+        "chunk_grid": {"name": "regular", "configuration": grid},
+        "chunk_key_encoding": _KEYS,
+    }
+    metadata = read_metadata(folder)
+    for key, value in wanted.items():
+        if (found := metadata.get(key)) != value:
+            raise FormatError(
+                f"{folder / 'zarr.json'} has {key} {found!r:.200}, the archive's description asks "
+                f"for {value!r}"
+            )
+
+
+def _check_files(folder: Path, description: ArchiveDescription) -> None:
+    shape = description.shape(folder.name)
+    files = [entry.name for entry in os.scandir(folder) if entry.is_file()]
+    present = {chunk_index(name, len(shape)) for name in files}
     for index in range(description.num_shards):
         if index not in present:
             raise CorruptStoreError(

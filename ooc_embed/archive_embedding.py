@@ -1,4 +1,4 @@
-"""ArchiveEmbedding: rows of an archive by their ids, read only. Knows zarr arrays, and no store."""
+"""ArchiveEmbedding: rows of an archive by their ids, read only. Knows archives, and no store."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from .archive import open_archive
-from .errors import CorruptStoreError
 from .gradients import sort_rows
 from .ids import check_range, flat_ids
 
@@ -80,6 +79,7 @@ class ArchiveEmbedding(nn.Module):
         Raises:
             TypeError: no tensor, or of another dtype.
             IndexError: an id below 0 or not below ``num_embeddings``.
+            CorruptStoreError: a chunk fails its checksum.
         """
         ids = flat_ids(input)
         check_range(ids, self.num_embeddings)
@@ -109,16 +109,8 @@ class ArchiveEmbedding(nn.Module):
         return weights
 
     def _stored(self, rows: slice | np.ndarray) -> torch.Tensor:
-        """Weights of a range, or of ascending rows, as they are in the archive.
-
-        Raises:
-            CorruptStoreError: a chunk fails its checksum.
-        """
-        try:
-            found = self._weight.oindex[rows]
-        except ValueError as error:
-            raise CorruptStoreError(f"{self.path / 'weight'} is damaged: {error}") from error
-        return torch.from_numpy(found).to(self.anchor.dtype)
+        """Weights of a range, or of ascending rows, as they are in the archive."""
+        return torch.from_numpy(self._weight[rows]).to(self.anchor.dtype)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f"padding_idx={self.padding_idx}, "

@@ -8,22 +8,25 @@ which no zarr reader finds them; at last it is renamed to ``zarr.json``. That is
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from . import durable
-from .archive import UNFINISHED, Description, ShardEncoder, find, group_metadata, shard_name
+from .archive import UNFINISHED, ArchiveDescription, ShardEncoder, find, group_metadata, shard_name
 from .errors import FormatError
 from .lock import DirectoryLock
 from .progress import progress
 
+# All files of an archive's arrays, finished or not.
+_OURS = re.compile(r"(zarr\.json|c\.\d+(\.0)?)(\.tmp)?")
 # Takes which shard and fields of it; gives its rows.
 ReadShard = Callable[[int, Sequence[str]], dict[str, np.ndarray]]
 
 
-def write(out: Path, description: Description, read: ReadShard, *, overwrite: bool) -> None:
+def write(out: Path, description: ArchiveDescription, read: ReadShard, *, overwrite: bool) -> None:
     """Write an archive, or what is missing of an unfinished one.
 
     Args:
@@ -46,7 +49,7 @@ def write(out: Path, description: Description, read: ReadShard, *, overwrite: bo
             return
         _begin(out, description)
         _write_shards(out, description, read)
-        _finish(out, description)
+        _finish(out)
     except OverflowError:
         _empty(out)
         durable.remove(out / UNFINISHED)
@@ -56,7 +59,7 @@ def write(out: Path, description: Description, read: ReadShard, *, overwrite: bo
         lock.close()
 
 
-def _check(out: Path, description: Description, *, overwrite: bool) -> bool:
+def _check(out: Path, description: ArchiveDescription, *, overwrite: bool) -> bool:
     """Whether the archive is there already, and finished.
 
     Raises:
@@ -82,7 +85,7 @@ def _check(out: Path, description: Description, *, overwrite: bool) -> bool:
     )
 
 
-def _begin(out: Path, description: Description) -> None:
+def _begin(out: Path, description: ArchiveDescription) -> None:
     """Say what is being written, in a folder that holds nothing else, or a part of the same."""
     plan = out / UNFINISHED
     metadata = group_metadata(description)
@@ -99,13 +102,13 @@ def _begin(out: Path, description: Description) -> None:
 
 
 def _empty(out: Path) -> None:
-    """Remove the arrays of an archive."""
+    """Remove the arrays of an archive, and nothing that others put beside them."""
     for entry in os.scandir(out):
-        if entry.is_dir(follow_symlinks=False):
+        if entry.is_dir(follow_symlinks=False) and all(map(_OURS.fullmatch, os.listdir(entry))):
             durable.remove_tree(Path(entry.path))
 
 
-def _write_shards(out: Path, description: Description, read: ReadShard) -> None:
+def _write_shards(out: Path, description: ArchiveDescription, read: ReadShard) -> None:
     encoder = ShardEncoder(description)
     for name in description.fields:
         durable.make_directory(out / name)
@@ -129,6 +132,8 @@ def _write_shards(out: Path, description: Description, read: ReadShard) -> None:
         durable.sync_directory(out / name)
 
 
-def _finish(out: Path, description: Description) -> None:
+def _finish(out: Path) -> None:
+    durable.sync_directory(out)  # folders, too, that a killed export made
     durable.rename(out / UNFINISHED, out / "zarr.json")
     durable.sync_directory(out)
+    durable.sync_directory(out.parent)

@@ -32,7 +32,7 @@ class Settings:
     bitrounds: tuple[int, ...] = (0, 11, 7, 4)
     dtypes: tuple[str, ...] = ("float32", "float16")
     batch: int = 1024
-    rounds: int = 3
+    rounds: int = 9
     seed: int = 0
 
 

@@ -114,7 +114,8 @@ def create_table(
 class _GivenRows:
     """Gives the content of every chunk file, of rows that are given.
 
-    With versions among the fields, a row of version 0 is none: it has its initial value.
+    With versions among the fields, a row of version 0 is none: it has its initial value. Versions
+    that are no counts are a `ValueError`.
     """
 
     def __init__(self, rule: Rule, fields: Mapping[str, int], sources: Mapping[str, Any]) -> None:
@@ -132,8 +133,11 @@ class _GivenRows:
     def chunks(self, layout: Layout) -> Iterator[np.ndarray | None]:
         """Yield each chunk; None where there is no row in it."""
         for chunk in bulk.chunks(self._sources, self._constants, layout):
-            written = chunk[:, self._version] != 0
+            versions = chunk[:, self._version]
+            written = versions != 0
             if self._versions_given:
+                if not (versions >= 0).all():
+                    raise ValueError(f"versions are counts, got {versions.min()}")
                 chunk[~written] = 0
             self._written += int(written.sum())
             yield chunk if written.any() else None

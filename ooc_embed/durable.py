@@ -187,16 +187,15 @@ def write_file(path: Path, buffer: np.ndarray) -> None:
 
     ``buffer`` is ``(n,) uint8`` from `memory.page_aligned`. The caller syncs the folder.
     """
-    with written_aside(path, buffer.nbytes) as file:
+    with written_aside(path, buffer.nbytes, temporary_for(path)) as file:
         file.write(0, buffer, direct=True)
 
 
 @contextmanager
-def written_aside(path: Path, nbytes: int) -> Iterator[AppendFile]:
+def written_aside(path: Path, nbytes: int, temporary: Path) -> Iterator[AppendFile]:
     """Write a file of ``nbytes`` under another name; at the end it is synced and renamed to
     ``path``, or gone where that fails. The caller syncs the folder.
     """
-    temporary = temporary_for(path)
     remove(temporary)
     try:
         with needs(path, nbytes):

@@ -50,6 +50,7 @@ class DiskEmbedding(DiskLayer):
             on the Poincaré ball ``Uniform(-1e-3, 1e-3)``.
         seed: of the initial rows.
         cache_bytes: memory for hot rows; ``"auto"`` is a quarter of what this process may use.
+        keep_commits: how many of the newest commits `rollback` can return to.
         dtype: ``torch.float32`` or ``torch.float64``.
         overwrite: replace a store that is at ``path``; it is deleted first.
         chunk_rows: rows in a file of the store, a multiple of 1024, no more than the table needs;
@@ -62,6 +63,11 @@ class DiskEmbedding(DiskLayer):
         optimizer: a ``torch.optim.Optimizer`` with live ``param_groups``, for schedulers.
         step: optimizer steps taken.
         kernel: what steps the rows, ``"numba"`` (with the extra ``fast``) or ``"torch"``.
+        grad_scaler: the ``torch.amp.GradScaler`` of steps in backward, or None; may be set.
+        keep_commits: as the argument; may be set.
+        path: the folder of the store.
+        read_only: whether it was opened to read.
+        closed: whether `close` was called.
 
     Shape:
         - Input: ``(*)`` int32 or int64 ids, on any device.

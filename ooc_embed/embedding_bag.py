@@ -23,7 +23,7 @@ class DiskEmbeddingBag(DiskLayer):
     """A table on disk that takes the place of ``torch.nn.EmbeddingBag``.
 
     Each row of a batch is fetched once, and torch reduces them: results, gradients and errors are
-    its own. Else it is as `DiskEmbedding`: ``loss.backward()`` steps, `commit` makes durable.
+    its own. Else it is as `DiskEmbedding`: ``loss.backward()`` steps, ``commit()`` makes durable.
 
     Args:
         num_embeddings, embedding_dim: the table's shape.
@@ -33,8 +33,8 @@ class DiskEmbeddingBag(DiskLayer):
         sparse: accepted for compatibility; only rows that were looked up move either way.
         include_last_offset: ``offsets`` ends with the number of ids.
         padding_idx: ids that are left out of their bags and not trained.
-        path, optimizer, step_on, max_grad_norm, max_grad_value, nonfinite, init, seed, cache_bytes,
-            dtype, overwrite, chunk_rows: as of `DiskEmbedding`.
+        path, optimizer, step_on, max_grad_norm, max_grad_value, nonfinite: as of `DiskEmbedding`.
+        init, seed, cache_bytes, keep_commits, dtype, overwrite, chunk_rows: as of `DiskEmbedding`.
 
     Shape:
         - Input: ``(N,)`` ids with ``offsets`` ``(B,)``, where each bag begins; or ``(B, L)``, bags

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from numcodecs.bitround import BitRound
 
 from . import archive, archive_folder, creation, single_file
-from .archive import CODECS, Description
+from .archive import CODECS, DTYPES, ArchiveDescription
 from .history import History
 from .layer import DiskLayer
 from .log import LogState
@@ -26,7 +25,6 @@ from .table import Table
 
 # Rows whose whole records are in memory at once.
 _BLOCK_ROWS = 1 << 13
-_DTYPES = ("float16", "float32", "float64")
 _SUFFIXES = (".npy", ".safetensors")
 
 
@@ -68,13 +66,12 @@ def export_table(
         ValueError, TypeError: an argument is wrong; nothing is written.
         OverflowError: a number is too large for ``dtype``; nothing is left at ``out``.
         FileExistsError: something is at ``out``, such as an unfinished export of something else.
-        LockedError: another process writes this archive.
+        LockedError: another process writes this archive or file.
         OSError: the disk is full, or failed.
     """
     out = Path(out).absolute()
     with _reader(store, commit) as table:
-        if out.resolve().is_relative_to(table.store.path.resolve()):
-            raise ValueError(f"{out} is the store or inside of it: choose a path beside it")
+        _check_beside(table, out)
         single = out.suffix in _SUFFIXES
         described = _describe(table, fields, codec, bitround, dtype, chunk_rows, single=single)
         rows = _Rows(table, described)
@@ -106,14 +103,16 @@ def freeze_table(
 
     Raises:
         ValueError, TypeError: an argument is wrong; nothing is written.
+        OverflowError: a weight is too large for ``dtype``; nothing is left at ``path``.
         FileExistsError: something is at ``path``.
         OSError: the disk is full, or failed; nothing is left at ``path``.
     """
     path = Path(path).absolute()
     with _reader(store, commit) as table:
-        if path.resolve().is_relative_to(table.store.path.resolve()):
-            raise ValueError(f"{path} is the store or inside of it: choose a path beside it")
+        _check_beside(table, path)
         manifest = table.manifest
+        dtype = table.dtype if dtype is None else dtype
+        weights = _Weights(table, creation.dtype_name(dtype))
         creation.create_table(
             path,
             (manifest.num_embeddings, manifest.embedding_dim),
@@ -121,14 +120,19 @@ def freeze_table(
             padding_idx=manifest.padding_idx,
             rule=Frozen(),
             group_options={},
-            init=_Weights(table),
+            init=weights,
             seed=manifest.seed,
-            dtype=table.dtype if dtype is None else dtype,
+            dtype=dtype,
             cache_bytes=1,
             chunk_rows=chunk_rows,
             overwrite=overwrite,
             step=manifest.commit.step,
         ).close()
+
+
+def _check_beside(table: Table, out: Path) -> None:
+    if out.resolve().is_relative_to(table.store.path.resolve()):
+        raise ValueError(f"{out} is the store or inside of it: choose a path beside it")
 
 
 @contextmanager
@@ -160,7 +164,7 @@ def _describe(
     chunk_rows: int | None,
     *,
     single: bool,
-) -> Description:
+) -> ArchiveDescription:
     """The description of an archive that these arguments ask for.
 
     Raises:
@@ -182,7 +186,7 @@ def _describe(
         chunk_rows = int(chunk_rows)
     rows_of_chunk, rows_of_shard = archive.plan_rows(manifest, name, chunk_rows)
     alone = History((replace(commit, logs=(LogState(0),)),))
-    return Description(
+    return ArchiveDescription(
         manifest=replace(manifest, history=alone, checksums={}, merged={}),
         branch=manifest.history.branch_of(commit.number),
         fields=_field_names(list(manifest.fields), fields),
@@ -196,10 +200,10 @@ def _describe(
 
 def _dtype_name(table: Table, dtype: torch.dtype | None) -> str:
     dtype = table.dtype if dtype is None else dtype
-    name = str(dtype).removeprefix("torch.")
-    if name not in _DTYPES or dtype.itemsize > table.dtype.itemsize:
+    name = {f"torch.{name}": name for name in DTYPES}.get(str(dtype))
+    if name is None or dtype.itemsize > table.dtype.itemsize:
         raise ValueError(
-            f"dtype must be one of {', '.join(_DTYPES)} and not wider than the table's "
+            f"dtype must be one of {', '.join(DTYPES)} and not wider than the table's "
             f"{table.dtype}, got {dtype}"
         )
     return name
@@ -223,7 +227,7 @@ class _Rows:
         description: which fields, and how they are rounded.
     """
 
-    def __init__(self, table: Table, description: Description) -> None:
+    def __init__(self, table: Table, description: ArchiveDescription) -> None:
         self._table = table
         self._description = description
         self._round = _rounding(description)
@@ -255,27 +259,35 @@ class _Rows:
             if name == VERSION_FIELD:
                 yield name, values.astype(np.int64)
             else:
-                yield name, self._narrowed(name, start, values)
-
-    def _narrowed(self, name: str, start: int, values: np.ndarray) -> np.ndarray:
-        """Values as the archive holds them.
-
-        Raises:
-            OverflowError: one is too large for that.
-        """
-        with np.errstate(over="ignore"):
-            out = self._round(values.astype(self._description.element(name)))
-        lost = np.isfinite(values) & ~np.isfinite(out)
-        if lost.any():
-            place = np.unravel_index(int(lost.argmax()), lost.shape)
-            raise OverflowError(
-                f"{name} of row {start + int(place[0]):,} has {values[place]:.6g}, "
-                f"{np.finfo(out.dtype).max:.6g} is the largest {out.dtype}: choose a wider dtype"
-            )
-        return out
+                element = self._description.element(name)
+                yield name, _narrowed(name, start, values, element, self._round)
 
 
-def _rounding(description: Description) -> Callable[[np.ndarray], np.ndarray]:
+def _narrowed(
+    name: str,
+    start: int,
+    values: np.ndarray,
+    element: np.dtype,
+    rounded: Callable[[np.ndarray], np.ndarray],
+) -> np.ndarray:
+    """Values of a field, from row ``start`` on, as elements of another type, and rounded.
+
+    Raises:
+        OverflowError: one is too large for that.
+    """
+    with np.errstate(over="ignore"):
+        out = rounded(values.astype(element))
+    lost = np.isfinite(values) & ~np.isfinite(out)
+    if lost.any():
+        place = np.unravel_index(int(lost.argmax()), lost.shape)
+        raise OverflowError(
+            f"{name} of row {start + int(place[0]):,} has {values[place]:.6g}, "
+            f"{np.finfo(out.dtype).max:.6g} is the largest {out.dtype}: choose a wider dtype"
+        )
+    return out
+
+
+def _rounding(description: ArchiveDescription) -> Callable[[np.ndarray], np.ndarray]:
     """What rounds floats to the bits that are to be kept; infinities and NaN stay."""
     if description.bitround is None:
         return lambda values: values
@@ -289,12 +301,14 @@ def _rounding(description: Description) -> Callable[[np.ndarray], np.ndarray]:
 
 
 class _Weights:
-    """A table's weights, as an array that gives rows by slices."""
+    """A table's weights, as an array of another type that gives rows by slices."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, dtype: str) -> None:
         self._table = table
+        self._element = np.dtype(dtype)
         self.shape = (table.manifest.num_embeddings, table.dim)
 
-    def __getitem__(self, rows: slice) -> Any:
-        wanted = range(*rows.indices(self.shape[0]))
-        return self._table.read(torch.arange(wanted.start, wanted.stop, device="cpu"), "weight")
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        wanted = torch.arange(*rows.indices(self.shape[0]), device="cpu")
+        values = self._table.read(wanted, "weight").numpy()
+        return _narrowed("weight", int(wanted[0]), values, self._element, lambda values: values)

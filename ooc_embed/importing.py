@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import creation, initializers, rules, sources
-from .archive import Archive, Description, find, open_archive
+from .archive import Archive, ArchiveDescription
 from .embedding import DiskEmbedding
 from .embedding_bag import DiskEmbeddingBag
 from .warning import warn
@@ -47,12 +47,16 @@ def import_table(
 
     Raises:
         ValueError, TypeError: the source or an option is wrong; nothing is written.
-        FormatError: an archive is unfinished, or damaged.
+        FormatError, CorruptStoreError: an archive is unfinished, or damaged; nothing is left at
+            ``path``.
         FileExistsError: something is at ``path``.
         OSError: the disk is full, or failed; nothing is left at ``path``.
     """
     source, path = Path(source), Path(path).absolute()
-    archive = _as_archive(source, path)
+    if resume and key is not None:
+        raise ValueError("key chooses one array, and resume takes all of them: leave one out")
+    sources.check_apart(source, path)
+    archive = sources.open_if_archive(source)
     if archive is None or key is not None:
         if resume:
             raise ValueError(f"{source} is no archive with all fields of a table: leave resume out")
@@ -71,16 +75,7 @@ def import_table(
     return layer.open(path, cache_bytes=options.get("cache_bytes", "auto"))
 
 
-def _as_archive(source: Path, path: Path) -> Archive | None:
-    """The source, if it is an archive."""
-    if source.resolve().is_relative_to(path.resolve()):
-        raise ValueError(f"{source} lies in {path}, which would be replaced before it is read")
-    if source.suffix == ".safetensors" and source.is_file():
-        return sources.open_safetensors_archive(source)
-    return open_archive(source) if find(source)[0] in ("finished", "unfinished") else None
-
-
-def _why_not(description: Description) -> str:
+def _why_not(description: ArchiveDescription) -> str:
     """Why a table cannot be gone on with, or nothing."""
     if not rules.from_json(description.manifest.rule).trains:
         return "it is of a frozen store, which has no optimizer"
@@ -91,7 +86,7 @@ def _why_not(description: Description) -> str:
     return ""
 
 
-def _arguments(description: Description) -> dict[str, Any]:
+def _arguments(description: ArchiveDescription) -> dict[str, Any]:
     """What the layer of the exported table had, of the constructor's arguments."""
     manifest = description.manifest
     module = manifest.module

@@ -7,8 +7,8 @@ gives, and ``ax.figure.savefig(file)`` writes it.
 Of a table with more than ``max_rows`` rows a sample is read: one row from each of so many equal
 parts of the table, the same rows each time. The title says so.
 
-Reads a table by its views, and `Stats`; knows no store. matplotlib comes with the extra ``plot``,
-and is imported only to draw.
+Reads a table by its views, and `ooc_embed.Stats`; knows no store. matplotlib comes with the extra
+``plot``, and is imported only to draw.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def touched(table: Inspectable, ax: Axes | None = None, *, max_rows: int = MAX_R
 
 
 def rates(history: Sequence[Stats], ax: Axes | None = None) -> Axes:
-    """Rows looked up a second, and the share of them that the cache had, between two `Stats`.
+    """Rows looked up a second, and the cache's share, from one `ooc_embed.Stats` to another.
 
     ::
 

@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from . import arrays
-from .archive import ARCHIVE, Archive, Description
+from .archive import ARCHIVE, Archive, ArchiveDescription, find, open_archive
+from .errors import FormatError
 from .parsing import json_object
+from .single_file import SAFETENSORS_TYPES
 
 
 def open_source(source: Any, key: str | None, *, apart_from: Path) -> Any:
@@ -24,6 +26,7 @@ def open_source(source: Any, key: str | None, *, apart_from: Path) -> Any:
     Raises:
         FileNotFoundError: there is nothing.
         ValueError: a file of another kind, or a key that it needs, or does not have.
+        FormatError, CorruptStoreError: an archive is unfinished, or damaged.
         ImportError: the extra is not installed.
     """
     if not isinstance(source, (str, Path)):
@@ -32,10 +35,10 @@ def open_source(source: Any, key: str | None, *, apart_from: Path) -> Any:
         _no_key(key)
         return source
     path = Path(source)
-    if apart_from.resolve() in (path.resolve(), *path.resolve().parents):
-        raise ValueError(f"{path} lies in {apart_from}, which would be replaced before it is read")
+    check_apart(path, apart_from)
     if path.is_dir():
-        found = arrays.open_arrays(path)
+        archive = open_if_archive(path)
+        found = arrays.open_arrays(path) if archive is None else archive.arrays
         return found[_only(path, key, list(found))]
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist")
@@ -45,6 +48,16 @@ def open_source(source: Any, key: str | None, *, apart_from: Path) -> Any:
     if path.suffix == ".safetensors":
         return _Safetensors(path, key)
     raise ValueError(f"{path} is no .npy or .safetensors file and no zarr folder")
+
+
+def check_apart(path: Path, folder: Path) -> None:
+    """Refuse a source that lies in a folder which is to be made.
+
+    Raises:
+        ValueError: it does; both are named.
+    """
+    if path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} lies in {folder}, which would be replaced before it is read")
 
 
 def _open_npy(path: Path) -> np.ndarray:
@@ -70,21 +83,36 @@ def _only(path: Path, key: str | None, names: list[str]) -> str:
     return key
 
 
-def open_safetensors_archive(path: Path) -> Archive | None:
-    """A ``.safetensors`` file that `export_table` wrote; None if another one did.
+def open_if_archive(path: Path) -> Archive | None:
+    """A folder or ``.safetensors`` file that `export_table` wrote; None if another one did.
 
     Raises:
-        ValueError: it is no such file.
-        FormatError: its description is damaged.
+        ValueError: it is no ``.safetensors`` file.
+        FormatError: it is unfinished, or damaged.
+        CorruptStoreError: a file is missing.
         ImportError: the extra is not installed.
     """
-    metadata = _open_safetensors(path).metadata() or {}
+    if path.suffix == ".safetensors" and path.is_file():
+        return _safetensors_archive(path)
+    return open_archive(path) if find(path)[0] in ("finished", "unfinished") else None
+
+
+def _safetensors_archive(path: Path) -> Archive | None:
+    file = _open_safetensors(path)
+    metadata = file.metadata() or {}
     if ARCHIVE not in metadata:
         return None
-    description = Description.from_json(json_object(metadata[ARCHIVE].encode()))
-    return Archive(
-        path, description, {name: _Safetensors(path, name) for name in description.fields}
-    )
+    try:
+        description = ArchiveDescription.from_json(json_object(metadata[ARCHIVE].encode()))
+    except (ValueError, FormatError) as error:
+        raise FormatError(f"{path}: {error}") from error
+    names = set(description.fields) & set(file.keys())
+    found = {name: _Safetensors(path, name) for name in names}
+    for name in description.fields:
+        wanted = description.shape(name), SAFETENSORS_TYPES[description.element(name).name]
+        if name not in found or (found[name].shape, found[name].element) != wanted:
+            raise FormatError(f"{path} has no {name} of the shape and type {wanted}, as it says")
+    return Archive(path, description, found)
 
 
 def _open_safetensors(path: Path) -> Any:
@@ -107,7 +135,8 @@ class _Safetensors:
         file = _open_safetensors(path)
         self._slices = file.get_slice(_only(path, key, list(file.keys())))
         self.shape = tuple(self._slices.get_shape())
-        self.dtype = "float64" if self._slices.get_dtype() == "F64" else "float32"
+        self.element = self._slices.get_dtype()
+        self.dtype = "float64" if self.element == "F64" else "float32"  # of the table it becomes
 
     def __getitem__(self, rows: slice) -> Any:
         return self._slices[rows]

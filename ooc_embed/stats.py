@@ -14,10 +14,11 @@ class Stats:
     difference, and `ooc_embed.plots.rates` draws it.
 
     Attributes:
-        seconds: since it was opened.
-        hits, misses: rows that lookups found in the cache, or not. Each unique row of a lookup
-            counts once, in training and evaluation, also in batches larger than the cache; a step
-            and the views count nothing. A reader has no cache, so all its rows are misses.
+        seconds: since it was opened. Two that differ only in it are equal: nothing was done.
+        hits: rows that lookups found in the cache. Each unique row of a lookup counts once, in
+            training and evaluation, also in batches larger than the cache; a step and the views
+            count nothing.
+        misses: those that they did not. A reader has no cache, so all its rows are misses.
         evictions: rows that left the cache to make room.
         bytes_read: records gathered from logs and table, from disk or page cache, by lookups,
             steps, assignments and views. Rows that were never written are among them.
@@ -25,11 +26,11 @@ class Stats:
         log_records: records appended to the logs, by evictions and commits.
         commits: commits made; one that found no change is none.
         commit_seconds: time in them, without the merges that follow.
-        merges, merge_seconds: merges finished, that of an unfinished one at open too, and their
-            time until the table used the last chunk.
+        merges: merges finished, that of an unfinished one at open too.
+        merge_seconds: their time until the table used the last chunk.
     """
 
-    seconds: float
+    seconds: float = field(compare=False)
     hits: int
     misses: int
     evictions: int

@@ -53,12 +53,24 @@ class Moments:
 
 @functools.cache
 def _moments(code: CodeType) -> frozenset[int]:
-    """The offsets of instructions ahead of which the interpreter looks for signals."""
-    found, before = set(), ""
+    """The offsets of instructions ahead of which the interpreter looks for signals.
+
+    It does so as a part of the call before. Where the next instruction has another handler of
+    exceptions, as behind the last call of a `with` that returns, a trace cannot raise in its place.
+    """
+    handlers = dis.Bytecode(code).exception_entries
+
+    def handler(offset: int) -> int | None:
+        found = [entry.target for entry in handlers if entry.start <= offset < entry.end]
+        return found[0] if found else None
+
+    found, before = set(), None
     for instruction in dis.get_instructions(code):
-        if before in _CALLS or instruction.opname.startswith("JUMP_BACKWARD"):
+        called = before is not None and before.opname in _CALLS
+        same = before is not None and handler(before.offset) == handler(instruction.offset)
+        if (called and same) or instruction.opname.startswith("JUMP_BACKWARD"):
             found.add(instruction.offset)
-        before = instruction.opname
+        before = instruction
     return frozenset(found)
 
 

@@ -1,6 +1,7 @@
 """A store seen from outside: its files, its bytes, and what other zarr readers make of it.
 
-Knows the format of docs/format.md and plain json, numpy, zarr, xarray and tensorstore; never ours.
+Knows the format of docs/store-format.md and plain json, numpy, zarr, xarray and tensorstore; never
+ours.
 """
 
 from __future__ import annotations

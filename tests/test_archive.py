@@ -13,6 +13,7 @@ import pytest
 import safetensors
 import safetensors.torch
 import store_files
+import system_calls
 import tensorstore
 import torch
 import xarray
@@ -150,6 +151,7 @@ def test_an_earlier_commit_and_a_reader_are_exported_as_they_are(
         ({"bitround": 0}, "bitround must be from 1 to 52"),
         ({"bitround": 11, "dtype": torch.float16}, "from 1 to 10 for float16, got 11"),
         ({"dtype": torch.int32}, "dtype must be one of .*got torch.int32"),
+        ({"dtype": "float32"}, "dtype must be one of .*got float32"),
         ({"fields": ["weight", "sum"]}, r"some of weight, exp_avg, .*got \['weight', 'sum'\]"),
         ({"fields": []}, "fields must be some of"),
         ({"chunk_rows": 0}, "chunk_rows must be at least 1, got 0"),
@@ -191,6 +193,50 @@ def test_an_archive_of_something_else_is_replaced_only_when_asked(
     assert not (out / "exp_avg").exists()
 
 
+def test_what_others_put_into_an_archive_stays_when_it_is_replaced(
+    emb: DiskEmbedding, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    ooc_embed.export_table(emb, out, fields="all")
+    (out / "notes.txt").write_text("mine")
+    for folder in ("plots", "weight/old"):
+        (out / folder).mkdir()
+        (out / folder / "a.txt").write_text("mine")
+    inner = out / "copy.zarr"
+    emb.snapshot(inner)
+    ooc_embed.export_table(inner, out, overwrite=True)
+    assert torch.equal(archives.read(out, "weight"), emb.weight[:])
+    assert not (out / "exp_avg").exists()
+    assert report.verify(inner) == []
+    for name in ("notes.txt", "plots/a.txt", "weight/old/a.txt"):
+        assert (out / name).read_text() == "mine"
+
+
+def test_an_export_is_of_one_commit_though_the_table_is_trained_and_merged_meanwhile(
+    emb: DiskEmbedding, tmp_path: Path
+) -> None:
+    (tmp_path / "disk").mkdir()
+    want = archives.fields_of(emb)
+
+    def train(name: str, arguments: tuple[object, ...]) -> None:
+        if name == "rename" and "/c." in str(arguments[1]):
+            archives.step(emb, 9)
+            emb.flush()
+
+    with system_calls.watched(tmp_path / "disk", train):
+        ooc_embed.export_table(emb.path, tmp_path / "disk" / "out", fields="all")
+    assert emb.step == 15
+    for name, rows in want.items():
+        assert torch.equal(archives.read(tmp_path / "disk" / "out", name), rows)
+
+
+def test_a_weight_beyond_float32_is_not_frozen(emb: DiskEmbedding, tmp_path: Path) -> None:
+    emb.weight[2500] = torch.tensor([1.0, math.inf, -1e39, 4.0], dtype=torch.float64)
+    with pytest.raises(OverflowError, match=r"weight of row 2,500 has -1e\+39, 3.40282e\+38"):
+        ooc_embed.freeze_table(emb, tmp_path / "frozen", dtype=torch.float32)
+    assert not (tmp_path / "frozen").exists()
+
+
 def test_a_frozen_store_serves_the_weights_and_nothing_else(
     emb: DiskEmbedding, stores, open_table
 ) -> None:
@@ -204,7 +250,7 @@ def test_a_frozen_store_serves_the_weights_and_nothing_else(
     assert served.state == {}
     assert store_files.manifest(path)["fields"] == [["weight", archives.DIM], ["version", 1]]
     assert report.verify(path) == []
-    assert "Frozen" in report.describe(path)
+    assert "Frozen" in str(ooc_embed.describe(path))
     with pytest.raises(ooc_embed.StoreError, match="frozen store.*mode='r'"):
         DiskEmbedding.open(path)
     served.snapshot(copy)

@@ -73,6 +73,43 @@ def test_a_kill_or_a_power_cut_at_any_call_is_gone_on_from(store: Path, quick: P
         shutil.rmtree(folder)
 
 
+def test_what_a_killed_export_did_not_sync_is_synced_by_the_next(store: Path, quick: Path) -> None:
+    """A folder that is there already may have no durable name."""
+    ooc_embed.export_table(store, quick / "want", **OPTIONS)
+    want = files(quick / "want")
+    for stop in range(1, 20):
+        disk = Disk(quick / f"disk{stop}")
+        disk.folder.mkdir()
+        calls = iter(range(1, stop))
+
+        def before(name: str, arguments: tuple[Any, ...], disk: Disk = disk, calls=calls) -> None:
+            disk.before(name, arguments)
+            if next(calls, None) is None:
+                raise KeyboardInterrupt
+
+        with (
+            pytest.raises(KeyboardInterrupt),
+            system_calls.watched(disk.folder, before, disk.after),
+        ):
+            ooc_embed.export_table(store, disk.folder / "out", **OPTIONS)
+
+        def cut(name: str, arguments: tuple[Any, ...], disk: Disk = disk, stop: int = stop) -> None:
+            disk.before(name, arguments)
+            for seed in range(4) if (disk.folder / "out" / "zarr.json").exists() else ():
+                left = quick / f"cut{stop}-{seed}"
+                disk.leave(left, np.random.default_rng(seed), 0.5)
+                if (left / "out" / "zarr.json").exists():
+                    # The other name of what was renamed may be back.
+                    (left / "out" / "unfinished.json").unlink(missing_ok=True)
+                    assert files(left / "out") == want
+                shutil.rmtree(left)
+
+        with system_calls.watched(disk.folder, cut, disk.after):
+            ooc_embed.export_table(store, disk.folder / "out", **OPTIONS)
+        disk.leave(quick / f"left{stop}", np.random.default_rng(stop), 0.0)
+        assert files(quick / f"left{stop}" / "out") == want
+
+
 def test_a_kill_while_an_archive_is_replaced_leaves_one_or_none(store: Path, quick: Path) -> None:
     ooc_embed.export_table(store, quick / "want", **OPTIONS)
     want = files(quick / "want")
@@ -179,6 +216,27 @@ def test_a_file_is_there_whole_or_not_at_all(store: Path, quick: Path) -> None:
         assert not (place / "out.npy").exists() or (place / "out.npy").read_bytes() == want
         ooc_embed.export_table(store, place / "out.npy", overwrite=True)
         assert files(place) == {"out.npy": want}
+
+
+@pytest.mark.parametrize("name", ["out.npy", "out.safetensors"])
+def test_two_exports_of_a_file_at_once_are_refused(store: Path, quick: Path, name: str) -> None:
+    folder = quick / "disk"
+    folder.mkdir()
+    refused = 0
+
+    def again(call: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal refused
+        if call == "pwrite":
+            with pytest.raises(ooc_embed.LockedError, match=f"{name}.tmp is open for writing"):
+                ooc_embed.export_table(store, folder / name, overwrite=True)
+            refused += 1
+
+    with system_calls.watched(folder, again):
+        ooc_embed.export_table(store, folder / name)
+    assert refused >= 2
+    assert [path.name for path in folder.iterdir()] == [name]
+    ooc_embed.export_table(store, quick / name)
+    assert (folder / name).read_bytes() == (quick / name).read_bytes()
 
 
 def test_two_exports_at_once_are_refused(store: Path, quick: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import archives
 import numpy as np
 import pytest
+import safetensors
+import safetensors.torch
 import store_files
 import torch
 
@@ -172,3 +174,90 @@ def test_a_changed_description_is_refused(stores, tmp_path: Path) -> None:
     file.write_text(json.dumps(value))
     with pytest.raises(ooc_embed.FormatError, match="format 2 is not 1"):
         ooc_embed.import_table(tmp_path / "out", tmp_path / "no")
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value", "message"),
+    [
+        ("weight/zarr.json", "shape", [9, 4], "shape"),
+        ("weight/zarr.json", "data_type", "int64", "data_type 'int64'.*asks for 'float64'"),
+        ("weight/zarr.json", "node_type", "group", "weight/zarr.json is damaged"),
+        ("weight/zarr.json", "codecs", [{"name": "none"}], "weight/zarr.json is damaged"),
+        (
+            "weight/zarr.json",
+            "chunk_key_encoding",
+            {"name": "default", "configuration": {"separator": "/"}},  # no file has such a name
+            "chunk_key_encoding",
+        ),
+        (
+            "weight/zarr.json",
+            "chunk_grid",
+            {"name": "regular", "configuration": {"chunk_shape": [1 << 40, 4]}},
+            "chunk_grid",
+        ),
+        ("zarr.json", "fields", ["../weight"], "the table has no ../weight"),
+        ("zarr.json", "fields", ["weight", "weight"], "not all different"),
+        ("zarr.json", "dtype", "object", "dtype 'object' is none of"),
+        ("zarr.json", "chunk_rows", 1 << 40, "more than the table's 3,000"),
+        ("zarr.json", "shard_rows", 1 << 40, "more than the table's 3,000"),
+        ("zarr.json", "shard_rows", True, "True is no integer"),
+    ],
+)
+def test_metadata_that_contradict_each_other_are_refused(
+    stores, tmp_path: Path, file: str, key: str, value: object, message: str
+) -> None:
+    with archives.trained(stores.new_path()) as emb:
+        ooc_embed.export_table(emb, tmp_path / "out")
+    changed = tmp_path / "out" / file
+    metadata = json.loads(changed.read_text())
+    (metadata["attributes"]["ooc_embed_archive"] if file == "zarr.json" else metadata)[key] = value
+    changed.write_text(json.dumps(metadata))
+    for read in (
+        lambda: ooc_embed.import_table(tmp_path / "out", tmp_path / "no"),
+        lambda: DiskEmbedding.from_pretrained(tmp_path / "out", path=tmp_path / "no"),
+        lambda: ooc_embed.ArchiveEmbedding(tmp_path / "out"),
+    ):
+        with pytest.raises(ooc_embed.FormatError, match=message):
+            read()
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_safetensors_file_that_is_not_what_it_says_is_refused(stores, tmp_path: Path) -> None:
+    with archives.trained(stores.new_path()) as emb:
+        ooc_embed.export_table(emb, tmp_path / "out.safetensors", fields="all")
+    with safetensors.safe_open(tmp_path / "out.safetensors", framework="pt") as file:
+        said = file.metadata()
+    tensors = safetensors.torch.load_file(tmp_path / "out.safetensors")
+    cases = [
+        ({"ooc_embed_archive": "{"}, tensors, "Expecting property name"),
+        ({"ooc_embed_archive": "[]"}, tensors, "an object was expected"),
+        (said, {**tensors, "exp_avg": tensors["exp_avg"][:9]}, "no exp_avg of the shape"),
+        (said, {**tensors, "version": tensors["version"].double()}, "no version of the shape"),
+        (said, {"weight": tensors["weight"]}, "no exp_avg of the shape"),
+    ]
+    for metadata, held, message in cases:
+        safetensors.torch.save_file(held, tmp_path / "changed.safetensors", metadata=metadata)
+        with pytest.raises(ooc_embed.FormatError, match=rf"changed\.safetensors.*{message}"):
+            ooc_embed.import_table(tmp_path / "changed.safetensors", tmp_path / "no")
+    negative = {**tensors, "version": -tensors["version"]}
+    safetensors.torch.save_file(negative, tmp_path / "changed.safetensors", metadata=said)
+    with pytest.raises(ValueError, match=r"versions are counts, got -3"):
+        ooc_embed.import_table(tmp_path / "changed.safetensors", tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+def test_flipped_bits_stop_an_import_and_leave_nothing(stores, tmp_path: Path) -> None:
+    with archives.trained(stores.new_path()) as emb:
+        ooc_embed.export_table(emb, tmp_path / "out", fields="all")
+    shard = tmp_path / "out" / "exp_avg" / "c.0.0"
+    data = bytearray(shard.read_bytes())
+    data[100] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(ooc_embed.CorruptStoreError, match="out/exp_avg is damaged"):
+        ooc_embed.import_table(tmp_path / "out", tmp_path / "no")
+    (tmp_path / "out" / "weight" / "c.0.0").unlink()
+    with pytest.raises(ooc_embed.CorruptStoreError, match=r"weight/c\.0\.0 is missing"):
+        DiskEmbedding.from_pretrained(tmp_path / "out", path=tmp_path / "no", key="weight")
+    with pytest.raises(ValueError, match="key chooses one array"):
+        ooc_embed.import_table(tmp_path / "out", tmp_path / "no", key="weight", resume=True)
+    assert not (tmp_path / "no").exists()

@@ -366,7 +366,8 @@ def test_bench_archive_writes_a_trained_table_in_each_way(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triples = torch.arange(90).reshape(30, 3).remainder(torch.tensor([25, 2, 25]))
-    graph = linkprediction.Graph(25, 2, triples[:20], triples[20:25], triples[25:])
+    names = tuple(f"e{entity}" for entity in range(25))
+    graph = linkprediction.Graph(names, ("r0", "r1"), triples[:20], triples[20:25], triples[25:])
     monkeypatch.setattr(linkprediction, "load_wordnet", lambda: graph)
     saved = tmp_path / "figures.json"
     ways = ["--codecs", "zstd", "none", "--bitrounds", "0", "7", "--dtypes", "float32", "float16"]

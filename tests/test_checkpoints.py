@@ -22,7 +22,7 @@ from going_back import create, go_on, open_again
 from torch import nn
 
 import ooc_embed
-from ooc_embed import DiskEmbedding, StoreError, report
+from ooc_embed import DiskEmbedding, StoreError, describe, report
 from ooc_embed.storage import Storage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -297,7 +297,7 @@ def test_info_names_checkpoints_and_a_log_that_waits_for_them(path: Path) -> Non
         emb.state_dict()
         go_on(emb, SEED, 40)
         assert going_back.is_sealed(path)
-        text = report.describe(path)
+        text = str(describe(path))
     assert "checkpoints have 2" in text
     assert "waiting for kept commits" in text
 

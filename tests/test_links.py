@@ -11,7 +11,7 @@ import small_store
 import store_files
 import torch
 
-from ooc_embed import DiskEmbedding, FormatError, StoreError, durable, report
+from ooc_embed import DiskEmbedding, FormatError, StoreError, describe, durable, report
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -187,7 +187,7 @@ def test_no_word_of_the_manifest_becomes_a_name_outside_of_the_store(
     with store_files.untouched(outside):
         try:
             with DiskEmbedding.open(store) as emb:
-                report.describe(store)
+                describe(store)
                 small_store.some_steps(emb, 1, 2)
                 emb.flush()
                 emb.snapshot(quick / "copy.zarr")

@@ -22,7 +22,7 @@ import workload
 import zarr
 
 import ooc_embed
-from ooc_embed import DiskEmbedding, LockedError, StoreError, report
+from ooc_embed import DiskEmbedding, LockedError, StoreError, describe, report
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -185,7 +185,7 @@ def everything_a_reader_does(path: Path) -> None:
         reader.state["exp_avg"][10:20]
         reader.version[[1, 2]]
         repr(reader)
-    report.describe(path)
+    describe(path)
     assert report.verify(path) == []
 
 

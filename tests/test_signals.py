@@ -23,7 +23,7 @@ import shadowed
 import store_files
 import torch
 import workload
-from effort import FULL
+from effort import FULL, MOMENTS
 
 import ooc_embed
 from ooc_embed import DiskEmbedding, report
@@ -36,7 +36,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
 
-SAMPLE = 3
 CACHE = workload.SMALL_CACHE
 
 
@@ -57,9 +56,9 @@ def handlers() -> Iterator[None]:
 
 def numbers(count: int, seed: int) -> list[int]:
     """Which moments are tried: some, or all."""
-    if FULL or count <= SAMPLE:
+    if FULL or count <= MOMENTS:
         return list(range(1, count + 1))
-    return sorted(random.Random(seed).sample(range(1, count + 1), SAMPLE))
+    return sorted(random.Random(seed).sample(range(1, count + 1), MOMENTS))
 
 
 def signalled(number: int, call: Callable[[], Any]) -> tuple[moments.Moments, BaseException | None]:
