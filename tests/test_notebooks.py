@@ -24,10 +24,11 @@ NAMES = [
 OWN_PATH = re.compile(r"(?<![\w.])/(tmp|var|root|work|opt|mnt|Users|home(?!/you\b))/[\w.-]+")
 
 
-def test_there_are_seven_notebooks() -> None:
-    assert sorted(path.name for path in FOLDER.iterdir() if path.suffix) == [
-        f"{name}.ipynb" for name in NAMES
-    ]
+def test_there_are_seven_notebooks_and_the_readme_lists_them() -> None:
+    files = [f"{name}.ipynb" for name in NAMES]
+    assert sorted(path.name for path in FOLDER.iterdir() if path.suffix) == files
+    readme = (FOLDER.parent / "README.md").read_text()
+    assert re.findall(r"\]\(notebooks/([^)]+)\)", readme) == files
 
 
 @pytest.fixture(params=NAMES)
