@@ -29,3 +29,4 @@ html_static_path = ["_static"]
 html_css_files = ["wide.css"]
 html_copy_source = False
 html_show_sphinx = False
+html_show_copyright = False

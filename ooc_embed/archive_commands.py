@@ -9,14 +9,16 @@ import torch
 
 from .archive import CODECS
 from .errors import StoreError
-from .exporting import export_table, freeze_table
+from .exporting import SINGLE_SUFFIXES, export_table, freeze_table
 from .importing import import_table
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("store", type=Path, help="folder of the store, which is only read")
     parser.add_argument(
-        "out", type=Path, help="OUT.npy, OUT.safetensors, or the folder of a zarr group"
+        "out",
+        type=Path,
+        help="OUT.npy, OUT.safetensors, or with any other name the folder of a zarr group",
     )
     parser.add_argument(
         "--fields",
@@ -24,7 +26,9 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,...",
         help="some of the store's, or all, which an import needs to resume; default: weight",
     )
-    parser.add_argument("--codec", choices=CODECS, default="zstd", help="default: zstd")
+    parser.add_argument(
+        "--codec", choices=CODECS, default="zstd", help="of a zarr group, default: zstd"
+    )
     parser.add_argument("--bitround", type=int, metavar="N", help="bits of the mantissa to keep")
     parser.add_argument("--dtype", choices=("float16", "float32", "float64"), help="of the floats")
     parser.add_argument("--chunk-rows", type=int, metavar="N", help="that are compressed together")
@@ -38,12 +42,14 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 def export(args: argparse.Namespace) -> int:
     """Runs ``export``; its exit status."""
+    made = "a file" if args.out.suffix in SINGLE_SUFFIXES else "a zarr group"
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     common = {"dtype": dtype, "commit": args.commit, "overwrite": args.overwrite}
     try:
         if args.frozen:
             if args.fields != "weight" or args.codec != "zstd" or args.bitround is not None:
                 args.refuse("argument --frozen: not allowed with --fields, --codec, --bitround")
+            made = "a frozen store"
             freeze_table(args.store, args.out, chunk_rows=args.chunk_rows, **common)
         else:
             export_table(
@@ -57,12 +63,16 @@ def export(args: argparse.Namespace) -> int:
             )
     except (ValueError, OverflowError) as error:
         raise StoreError(str(error)) from error
-    print(f"{args.store} is exported to {args.out}")
+    print(f"{args.store} is exported to {args.out}, {made}")
     return 0
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("source", type=Path, help="an archive, or a file or zarr array of weights")
+    parser.add_argument(
+        "source",
+        type=Path,
+        help="an archive, or a .npy or .safetensors file or zarr folder of weights",
+    )
     parser.add_argument("store", type=Path, help="folder of the new store")
     parser.add_argument("--key", metavar="NAME", help="of the weights among several arrays")
     parser.add_argument(

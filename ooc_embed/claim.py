@@ -27,8 +27,13 @@ _OURS = re.compile(
     r"/(zarr\.json|writer\.json|c\.\d+(\.0)?|c/0)(\.tmp)?"
 )
 _OPEN_OR_OVERWRITE = (
-    "DiskEmbedding.open(path) goes on with it, overwrite=True of the constructor replaces it"
+    "DiskEmbedding.open(path) goes on with it, overwrite=True (--overwrite) replaces it"
 )
+
+
+def is_store(path: Path) -> bool:
+    """Whether a folder is a store, sound or not."""
+    return _what_is_there(path) == "store"
 
 
 def check_free(path: Path, *, overwrite: bool, remedy: str = _OPEN_OR_OVERWRITE) -> None:

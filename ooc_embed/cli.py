@@ -36,20 +36,27 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"ooc-embed {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    demonstration = commands.add_parser("demo", help="train on WordNet with the entities on disk")
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+
+    demonstration = add("demo", "train on WordNet with the entities on disk")
     demo.add_arguments(demonstration)
     demonstration.set_defaults(run=demo.main)
 
-    plans = commands.add_parser("plan", help="tell what a table will take, and how fast it trains")
+    plans = add("plan", "tell what a table will take, and how fast it trains")
     planning.add_arguments(plans)
     plans.set_defaults(run=planning.main)
 
     for name, run, text in (
-        ("info", _info, "describe a store"),
+        ("info", _info, "describe a store, which may be open to write"),
         ("verify", _verify, "check all of a store, and exit with 1 if there is a problem"),
-        ("flush", _flush, "bring every row of a store into its zarr array"),
+        (
+            "flush",
+            _flush,
+            "bring every row of a store, which nothing else writes, into its zarr array",
+        ),
     ):
-        command = commands.add_parser(name, help=text)
+        command = add(name, text)
         command.add_argument("path", type=Path, help="folder of the store")
         command.set_defaults(run=run)
         if name == "verify":
@@ -60,17 +67,17 @@ def _parser() -> argparse.ArgumentParser:
                 help="make a new store there of all rows that are sound; PATH is only read",
             )
 
-    page_maker = commands.add_parser("report", help="write a page about a store")
+    page_maker = add("report", "write a page about a store")
     page.add_arguments(page_maker)
     page_maker.set_defaults(run=page.main)
     archive_commands.add_export_arguments(
-        commands.add_parser("export", help="write a store's rows for other readers, compressed")
+        add("export", "write a store's rows for other readers, compressed")
     )
     archive_commands.add_import_arguments(
-        commands.add_parser("import", help="make a store of an archive or a file of weights")
+        add("import", "make a store of an archive or a file of weights")
     )
 
-    measure = commands.add_parser("bench", help="measure this machine")
+    measure = add("bench", "measure this machine")
     bench.add_arguments(measure)
     measure.set_defaults(run=bench.main)
     return parser

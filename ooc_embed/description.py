@@ -323,13 +323,14 @@ def _kept(facts: Description) -> str:
         text = ", ".join(kept)
     if facts.checkpoints:
         text += f"; checkpoints have {' and '.join(map(str, facts.checkpoints))}"
-    return f"{text}; the newest {facts.keep_commits:,} are kept"
+    newest = "is" if facts.keep_commits == 1 else f"{facts.keep_commits:,} are"
+    return f"{text}; the newest {newest} kept"
 
 
 def _log(facts: Description) -> str:
     text = f"{facts.log_records:,} records, to be merged above {facts.log_limit:,}"
     if facts.sealed_records:
-        waits = "waiting for kept commits" if facts.unmerged else "in a merge"
+        waits = "waiting for kept commits" if facts.unmerged else "sealed, for a merge"
         text += f"; {facts.sealed_records:,} {waits}"
     return text
 

@@ -4,6 +4,7 @@ and how they are rounded; does not know how they are encoded.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,7 +26,7 @@ from .table import Table
 
 # Rows whose whole records are in memory at once.
 _BLOCK_ROWS = 1 << 13
-_SUFFIXES = (".npy", ".safetensors")
+SINGLE_SUFFIXES = (".npy", ".safetensors")
 
 
 def export_table(
@@ -72,7 +73,7 @@ def export_table(
     out = Path(out).absolute()
     with _reader(store, commit) as table:
         _check_beside(table, out)
-        single = out.suffix in _SUFFIXES
+        single = out.suffix in SINGLE_SUFFIXES
         described = _describe(table, fields, codec, bitround, dtype, chunk_rows, single=single)
         rows = _Rows(table, described)
         if single:
@@ -148,6 +149,8 @@ def _reader(store: str | Path | DiskLayer, commit: int | None) -> Iterator[Table
             return
         commit = store.commit()
         store = store.path
+    if not isinstance(store, (str, os.PathLike)):
+        raise TypeError(f"the table is the path of a store or an open layer, got {store!r:.200}")
     table = Table.open(Path(store).absolute(), "r", "auto", commit)
     try:
         yield table
@@ -203,8 +206,8 @@ def _dtype_name(table: Table, dtype: torch.dtype | None) -> str:
     name = {f"torch.{name}": name for name in DTYPES}.get(str(dtype))
     if name is None or dtype.itemsize > table.dtype.itemsize:
         raise ValueError(
-            f"dtype must be one of {', '.join(DTYPES)} and not wider than the table's "
-            f"{table.dtype}, got {dtype}"
+            f"dtype must be one of {', '.join(f'torch.{name}' for name in DTYPES)} and not wider "
+            f"than the table's {table.dtype}, got {dtype!r}"
         )
     return name
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import creation, initializers, rules, sources
+from . import claim, creation, initializers, rules, sources
 from .archive import Archive, ArchiveDescription
 from .embedding import DiskEmbedding
 from .embedding_bag import DiskEmbeddingBag
@@ -60,6 +60,12 @@ def import_table(
     if archive is None or key is not None:
         if resume:
             raise ValueError(f"{source} is no archive with all fields of a table: leave resume out")
+        if claim.is_store(source):
+            raise ValueError(
+                f"{source} is a store already: emb.snapshot(path) copies it, and "
+                f"DiskEmbedding.from_pretrained(ooc_embed.open_table(store).weight, path=...) "
+                f"begins anew with its weights"
+            )
         return DiskEmbedding.from_pretrained(source, False, path=path, key=key, **options)
     refusal = _why_not(archive.description)
     if resume and refusal:

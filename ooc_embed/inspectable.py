@@ -58,7 +58,7 @@ class Inspectable:
         return self._table.closed
 
     def commits(self) -> dict[int, int]:
-        """The commits that are kept, for `rollback` to return to: number to step, oldest first."""
+        """The commits that are kept: number to step, oldest first."""
         return {commit.number: commit.step for commit in self._table.manifest.history.commits}
 
     # Reading all of it

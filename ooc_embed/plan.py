@@ -47,7 +47,14 @@ class Plan(Footprint):
         Args:
             ids: "uniform", or "zipf": the k-th most frequent row comes in proportion to 1/k.
             cache_bytes: another size of the cache.
+
+        Raises:
+            ValueError: other ids, or no size.
         """
+        if ids not in DISTRIBUTIONS:
+            raise ValueError(f"ids must be one of {', '.join(DISTRIBUTIONS)}, got {ids!r}")
+        if cache_bytes is not None and cache_bytes < 0:
+            raise ValueError(f"cache_bytes must not be negative, got {cache_bytes}")
         slots = self.slots if cache_bytes is None else max(1, cache_bytes // self.slot_bytes)
         moved = traffic(ids, self.num_embeddings, self.batch, slots, self.commit_every)
         return moved.hit_rate

@@ -23,10 +23,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of a plan."""
     parser.add_argument("--rows", type=_count, required=True, metavar="N", help="of the table")
     parser.add_argument("--dim", type=_count, required=True, metavar="N", help="of a row's weights")
-    parser.add_argument("--rule", choices=_RULES, default="sparse-adam", help="%(default)s")
+    parser.add_argument(
+        "--rule", choices=_RULES, default="sparse-adam", help="default: %(default)s"
+    )
     parser.add_argument("--momentum", type=float, metavar="M", help="of sgd, default: none")
     parser.add_argument(
-        "--dtype", choices=("float32", "float64"), default="float32", help="%(default)s"
+        "--dtype", choices=("float32", "float64"), default="float32", help="default: %(default)s"
     )
     for name, default, text in (
         ("--batch", 16384, "ids of a step"),
@@ -44,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--measure",
         type=Path,
         metavar="PATH",
-        help="measure the disk of this folder, and a step, and tell how fast training would be",
+        help="measure the disk of this folder, and a step, and tell how fast training would be; "
+        "about 20 s, 2.2 GB of files, which are removed",
     )
     parser.set_defaults(refuse=parser.error)
 

@@ -4,8 +4,8 @@ Each function returns its Axes and shows nothing. Without ``ax`` they are in a f
 which pyplot does not have: a notebook shows it where the Axes, or ``ax.figure``, are what a cell
 gives, and ``ax.figure.savefig(file)`` writes it.
 
-Of a table with more than ``max_rows`` rows a sample is read: one row from each of so many equal
-parts of the table, the same rows each time. The title says so.
+Of a table with more than ``max_rows`` rows, 200,000 by default, a sample is read: one row from each
+of so many equal parts of the table, the same rows each time. The title says so.
 
 Reads a table by its views, and `ooc_embed.Stats`; knows no store. matplotlib comes with the extra
 ``plot``, and is imported only to draw.
@@ -39,6 +39,8 @@ _LOG_RATIO = 100
 _RED, _BLUE = COLOURS[:2]
 _OF_FIELDS = (_BLUE, _RED, *COLOURS[2:])
 _DOT_AREA = 24.0
+# Of the height of the histograms.
+_LEGEND_LINE = 0.08
 # Places of names, points away from their dots: beside these, so that all see whose they are.
 _REACHES = (2, 5, 9)
 
@@ -65,10 +67,11 @@ def norms(
 
     Raises:
         ValueError: the table has no such field, or ``max_rows`` is below 1.
+        TypeError: ``table`` is no open table, as the path of one.
         ImportError: matplotlib is not installed.
     """
-    views = _views(table, fields)
     rows = _chosen(table, max_rows)
+    views = _views(table, fields)
     ax = _axes(ax)
     found = {name: _norms(view, rows) for name, view in views.items()}
     finite = {name: values[np.isfinite(values)] for name, values in found.items()}
@@ -87,9 +90,10 @@ def norms(
         ax.set_xscale("log")
     elif ax.get_xlim()[0] < 0:  # a margin, or the bins around norms that are all zero
         ax.set_xlim(left=0)
-    ax.set_ylim(bottom=0)
+    # Room for the legend above all histograms.
+    ax.set_ylim(0, (1 + _LEGEND_LINE * len(views)) * ax.get_ylim()[1])
     ax.yaxis.set_major_formatter("{x:,.0f}")
-    ax.legend(frameon=False)
+    ax.legend(frameon=False, loc="upper right")
     return ax
 
 
@@ -106,6 +110,7 @@ def updates(table: Inspectable, ax: Axes | None = None, *, max_rows: int = MAX_R
 
     Raises:
         ValueError: ``max_rows`` is below 1.
+        TypeError: ``table`` is no open table, as the path of one.
         ImportError: matplotlib is not installed.
     """
     rows = _chosen(table, max_rows)
@@ -143,6 +148,7 @@ def touched(table: Inspectable, ax: Axes | None = None, *, max_rows: int = MAX_R
 
     Raises:
         ValueError: ``max_rows`` is below 1.
+        TypeError: ``table`` is no open table, as the path of one.
         ImportError: matplotlib is not installed.
     """
     rows = _chosen(table, max_rows)
@@ -235,9 +241,10 @@ def pca(
     Raises:
         ValueError: fewer than two rows or columns, rows that are all equal or not finite, or a
             number of names that is not that of the rows.
-        IndexError, TypeError: as of ``table.weight[rows]``.
+        IndexError, TypeError: as of ``table.weight[rows]``, or ``table`` is no open table.
         ImportError: matplotlib is not installed.
     """
+    _check(table)
     weights = table.weight[rows].to(torch.float64).numpy()
     if weights.ndim != 2 or min(weights.shape) < 2:
         raise ValueError(f"two components need 2 rows and 2 columns, got {weights.shape}")
@@ -288,9 +295,20 @@ def _write_names(ax: Axes, points: np.ndarray, names: Sequence[str]) -> int:
     return len(points) - written
 
 
+def _check(table: object) -> None:
+    if not isinstance(table, Inspectable):
+        raise TypeError(
+            f"a plot takes an open table, such as ooc_embed.open_table(path), got {table!r:.200}"
+        )
+
+
 def _axes(ax: Axes | None) -> Axes:
     require()
     if ax is not None:
+        from matplotlib.axes import Axes
+
+        if not isinstance(ax, Axes):
+            raise TypeError(f"ax must be one Axes, got {type(ax).__name__}: plt.gca(), or axes[0]")
         return ax
     from .axes import new_axes
 
@@ -313,6 +331,7 @@ def _views(table: Inspectable, fields: str | Sequence[str] | None) -> dict[str, 
 
 def _chosen(table: Inspectable, max_rows: int) -> np.ndarray:
     """``(n,) int64`` sorted rows: all of them, or one from each of ``max_rows`` equal parts."""
+    _check(table)
     if max_rows < 1:
         raise ValueError(f"max_rows must be at least 1, got {max_rows}")
     total = table.num_embeddings

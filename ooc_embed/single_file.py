@@ -61,7 +61,9 @@ def write(out: Path, description: ArchiveDescription, blocks: Blocks, *, overwri
 
 def _check(out: Path, *, overwrite: bool) -> None:
     if out.is_dir() or (out.exists() and not overwrite):
-        raise FileExistsError(f"{out} exists: choose another path, or replace a file by overwrite")
+        raise FileExistsError(
+            f"{out} exists: choose another path, or replace it with overwrite=True (--overwrite)"
+        )
 
 
 def _nbytes(description: ArchiveDescription, name: str) -> int:

@@ -282,10 +282,10 @@ class Store:
                     f"ooc_embed.ArchiveEmbedding(path) reads as it is"
                 )
             value = attributes[ATTRIBUTE]
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             raise FormatError(f"{path} is missing: no store, or an unfinished creation") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise FormatError(f"{path} holds no ooc_embed manifest: {error!r}") from error
+            raise FormatError(f"{path} holds no ooc_embed manifest: no store") from error
         try:
             return Manifest.from_json(value), data
         except FormatError as error:

@@ -13,7 +13,8 @@ from .ids import check_range
 from .manifest import VERSION_FIELD
 from .table import Table
 
-_BLOCK_ROWS = 1 << 16
+# Of an assignment, the rows that are sorted at once.
+_SORTED_ROWS = 1 << 16
 _RULE = "use an integer, a slice, a mask of all rows, or 1-d int32 or int64 ids"
 
 
@@ -85,7 +86,7 @@ class RowView:
         for part, places in _last_of_each(rows):
             self._table.assign(self._field, part, values[places])
 
-    def blocks(self, block_rows: int = _BLOCK_ROWS) -> Iterator[tuple[int, torch.Tensor]]:
+    def blocks(self, block_rows: int = 1 << 16) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield ``(start, rows)`` from the first row to the last, ``block_rows`` at a time.
 
         Raises:
@@ -145,14 +146,14 @@ def _tensor(rows: range) -> torch.Tensor:
 def _last_of_each(rows: torch.Tensor | range) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield sorted unique rows and where each stands last among ``rows``, by blocks."""
     if isinstance(rows, range):
-        for start in range(0, len(rows), _BLOCK_ROWS):
-            part, order = _tensor(rows[start : start + _BLOCK_ROWS]).sort()
+        for start in range(0, len(rows), _SORTED_ROWS):
+            part, order = _tensor(rows[start : start + _SORTED_ROWS]).sort()
             yield part, order + start
         return
     part, order = rows.sort(stable=True)
     last = torch.ones(len(part), dtype=torch.bool, device="cpu")
     last[:-1] = part[1:] != part[:-1]
-    yield from zip(part[last].split(_BLOCK_ROWS), order[last].split(_BLOCK_ROWS), strict=True)
+    yield from zip(part[last].split(_SORTED_ROWS), order[last].split(_SORTED_ROWS), strict=True)
 
 
 def _whole(field: str) -> str:

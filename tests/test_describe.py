@@ -116,7 +116,7 @@ def test_written_rows_of_an_unfinished_merge_are_those_of_both_logs(store_path: 
     assert parts(facts) == by_chunks(written(path))
     assert facts.sealed_records == commit["logs"][0]["records"] > 0
     assert facts.log_records == commit["logs"][1]["records"]
-    assert "in a merge" in str(facts)
+    assert "sealed, for a merge" in str(facts)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -188,7 +188,7 @@ def test_a_commit_for_a_checkpoint_is_named(emb: DiskEmbedding) -> None:
     emb.state_dict()
     facts = describe(emb)
     assert facts.checkpoints == (1,)
-    assert "1 (step 1); checkpoints have 1; the newest 1 are kept" in str(facts)
+    assert "1 (step 1); checkpoints have 1; the newest is kept" in str(facts)
 
 
 # Objects that are open
