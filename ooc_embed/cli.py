@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from . import archive_commands, bench, demo, page, planning, report
@@ -47,6 +47,26 @@ def _parser() -> argparse.ArgumentParser:
     planning.add_arguments(plans)
     plans.set_defaults(run=planning.main)
 
+    _add_store_commands(add)
+
+    page_maker = add("report", "write a page about a store")
+    page.add_arguments(page_maker)
+    page_maker.set_defaults(run=page.main)
+    archive_commands.add_export_arguments(
+        add("export", "write a store's rows for other readers, compressed")
+    )
+    archive_commands.add_import_arguments(
+        add("import", "make a store of an archive or a file of weights")
+    )
+
+    measure = add("bench", "measure this machine")
+    bench.add_arguments(measure)
+    measure.set_defaults(run=bench.main)
+    return parser
+
+
+def _add_store_commands(add: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    """Those that take a store, and little else."""
     for name, run, text in (
         ("info", _info, "describe a store, which may be open to write"),
         ("verify", _verify, "check all of a store, and exit with 1 if there is a problem"),
@@ -66,21 +86,6 @@ def _parser() -> argparse.ArgumentParser:
                 metavar="OUT",
                 help="make a new store there of all rows that are sound; PATH is only read",
             )
-
-    page_maker = add("report", "write a page about a store")
-    page.add_arguments(page_maker)
-    page_maker.set_defaults(run=page.main)
-    archive_commands.add_export_arguments(
-        add("export", "write a store's rows for other readers, compressed")
-    )
-    archive_commands.add_import_arguments(
-        add("import", "make a store of an archive or a file of weights")
-    )
-
-    measure = add("bench", "measure this machine")
-    bench.add_arguments(measure)
-    measure.set_defaults(run=bench.main)
-    return parser
 
 
 def _info(args: argparse.Namespace) -> int:

@@ -151,7 +151,7 @@ def test_an_earlier_commit_and_a_reader_are_exported_as_they_are(
         ({"bitround": 0}, "bitround must be from 1 to 52"),
         ({"bitround": 11, "dtype": torch.float16}, "from 1 to 10 for float16, got 11"),
         ({"dtype": torch.int32}, "dtype must be one of .*got torch.int32"),
-        ({"dtype": "float32"}, "dtype must be one of .*got float32"),
+        ({"dtype": "float32"}, "dtype must be one of .*got 'float32'"),
         ({"fields": ["weight", "sum"]}, r"some of weight, exp_avg, .*got \['weight', 'sum'\]"),
         ({"fields": []}, "fields must be some of"),
         ({"chunk_rows": 0}, "chunk_rows must be at least 1, got 0"),
